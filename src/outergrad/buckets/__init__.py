@@ -1,1 +1,1 @@
-"""What one collective carries: a program per file."""
+"""Buckets: how the gradients of a group of parameters are exchanged, one method per file."""

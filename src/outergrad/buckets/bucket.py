@@ -1,4 +1,4 @@
-"""What every message of a step has in common."""
+"""The protocol of buckets, and what their messages in a step have in common."""
 
 from __future__ import annotations
 
@@ -24,60 +24,60 @@ from outergrad.replay.block_message import Blocks
 
 
 class Bucket(Protocol):
-    """Parameters that share a message; the same on every site."""
+    """Parameters whose gradients share a message; the same on every site."""
 
     params: frozenset[str]
-    """All of them: when they are ready, the message is."""
+    """All parameters of the bucket: its message starts when they are ready."""
     dense_params: Sequence[str]
-    """Those of which what is in `param.grad` travels, as it is or compressed."""
+    """Parameters whose `param.grad` is sent, unchanged or compressed."""
     adds_up: bool = False
-    """Whether its messages are sums: all sums of a step meet posted receives in one order."""
+    """True if its messages are all-reduces. A step's all-reduces match posted receives in order."""
 
     @property
     def is_expected(self) -> bool:
-        """Whether `expect` posts the receives of all its messages."""
+        """True if `expect` posts the receives of all its messages."""
         return True
 
     @property
     def is_kept(self) -> bool:
-        """Whether what it brought can be had again later, and cannot be refused once it is there.
+        """True if its result can be produced again, and not be refused once all messages are there.
 
-        The same on every site: then a step need not wait for votes.
+        Equal on every site. A step of such buckets need not wait for votes (optimistic commit).
         """
         return False
 
     def lengths(self, context: StepContext) -> object:
-        """What the lengths of its messages follow from, the same on all sites.
+        """Returns a value that determines the lengths of its messages, the same on all sites.
 
-        None where nobody expects them.
+        None where no receives are posted for them.
         """
 
     def lengths_ahead(self, context: StepContext) -> object:
-        """What they will be in a next step like this one, if this one counts."""
+        """Returns `lengths` of a next step like this one, if this one counts."""
         return self.lengths(context)
 
     def expect(self, context: StepContext, turn: int) -> None:
-        """Posts the receives of its messages in a turn; called on all buckets, in their order.
+        """Posts the receives of its messages in a turn; called on all buckets in order.
 
-        Does nothing where sums are received that nobody expects.
+        Does nothing for all-reduces that no receives are posted for.
         """
 
     def expect_ahead(self, context: StepContext, turn: int) -> None:
-        """The same of the next turn, with `lengths_ahead`."""
+        """Posts the receives of the next turn, with `lengths_ahead`."""
         self.expect(context, turn)
 
     def start(self, context: StepContext) -> Pending:
-        """Sends this site's part."""
+        """Starts to send this site's part."""
         ...
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a unit puts into a message.
+    """A unit's content in a message.
 
     Attributes:
         unit: the unit.
-        tapped: whether every site has its factors; otherwise what is in `param.grad` counts.
+        tapped: whether every site has its factors; otherwise `param.grad` is sent.
     """
 
     unit: Unit
@@ -85,25 +85,25 @@ class Load:
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """What is compressed."""
+        """Slots whose gradients are compressed."""
         return self.unit.slots if self.tapped else self.unit.matrices
 
     @property
     def vectors(self) -> tuple[str, ...]:
-        """Parameters whose gradients travel as they are."""
+        """Parameters whose gradients are sent uncompressed."""
         return () if self.tapped else self.unit.vectors
 
 
 class Carried(Bucket):
-    """What a bucket of units carries, the same on every site.
+    """A bucket of units; its content is the same on every site.
 
     Attributes:
         names: the parameters of its units.
         tapped: per slot, whether every site has its factors.
-        slots: what is compressed.
-        extras: parameters whose `grad` travels as it is, besides.
+        slots: slots whose gradients are compressed.
+        extras: further parameters, whose `grad` is sent uncompressed.
         params: names and extras.
-        dense_params: those of which what is in `param.grad` travels, as it is or compressed.
+        dense_params: parameters whose `param.grad` is sent, unchanged or compressed.
     """
 
     def __init__(self, loads: Sequence[Load], extras: Mapping[str, nn.Parameter]) -> None:
@@ -118,14 +118,14 @@ class Carried(Bucket):
 
 @dataclass
 class Result:
-    """What a message brought.
+    """Result of a bucket's messages.
 
     Attributes:
-        means: of what the sites had in `param.grad`, which they replace.
-        additions: mean gradients from factors, to be added to what is in `param.grad`.
-        digest: of sums and messages that are the same on every site.
-        lacks: whether some site has nothing for a parameter that its header announced.
-        state: the worst state that a site sent; if not GOOD, the rest means nothing.
+        means: mean gradients that replace `param.grad`, from which they were computed.
+        additions: mean gradients from factors, to be added to `param.grad`.
+        digest: of the sums and messages, which are equal on every site.
+        lacks: whether some site has no gradient for a parameter that its header announced.
+        state: the worst state that a site sent; unless GOOD, the other fields are meaningless.
         has_autograd_grad: parameters that on some site also have a gradient outside their factors.
     """
 
@@ -138,11 +138,11 @@ class Result:
 
 
 class Gathered:
-    """Messages of all sites; kept, so that they can be asked for more than once.
+    """Messages of all sites, kept so that they can be read more than once.
 
     Args:
-        work: brings them.
-        own: this site's.
+        work: the collective that receives them.
+        own: this site's message.
     """
 
     def __init__(self, work: Work, own: Tensor) -> None:
@@ -150,63 +150,62 @@ class Gathered:
         self._messages: list[Tensor] | None = None
 
     def wait(self) -> list[Tensor]:
-        """Those of all sites, in their order; blocks the first time."""
+        """Returns the messages in the order of sites; blocks the first time."""
         if self._messages is None:
             self._messages = list(self._work.wait())
         return self._messages
 
     def replace(self, site: int, message: Tensor) -> None:
-        """One of them was damaged, and has come again; its length is what it must be."""
+        """Replaces a damaged message by its resent copy, which must have the right length."""
         self.wait()[site] = message
 
 
 class Pending(Protocol):
-    """A message under way.
+    """A bucket whose messages are under way.
 
     Attributes:
-        rounds: 2 where `advance` starts another one.
+        rounds: 2 if `advance` starts a second round.
     """
 
     rounds: int = 1
 
     gathered: Gathered | None = None
-    """The messages of all sites to all, which can be sent again; None of sums."""
+    """Messages of all sites to all, which can be sent again; None for sums."""
 
     def advance(self) -> None:
-        """Starts its second round, if it has one, as soon as the first is there."""
+        """Starts the second round, if there is one, as soon as the first has come."""
 
     def wait(self) -> Result:
-        """Blocks until it is there; after `advance`. Where the bucket is kept, more than once."""
+        """Blocks until the result is there; after `advance`. Repeatable if the bucket is kept."""
         ...
 
 
 @dataclass
 class StepContext:
-    """What a bucket needs to know of this site and step to send.
+    """State of this site and step that buckets need in order to send.
 
     Attributes:
         comm: the transport.
         params: trainable parameters by name.
         header: this site's.
-        index: place in the headers of each slot and block.
-        factors_of: this site's raw rows of a slot, all its uses stacked, as many as announced.
-        has_autograd_grad: parameters that autograd has a gradient for on this site, besides
-            factors.
-        blocks: what is computed again.
-        state: this site's; unless GOOD it takes part in everything and sends nothing.
+        index: index in the headers of each slot and block.
+        factors_of: returns a slot's raw rows on this site, all uses stacked, as many as announced.
+        has_autograd_grad: parameters for which autograd has a gradient here, besides factors.
+        blocks: blocks that all sites replay.
+        state: this site's; unless GOOD it takes part in all messages and sends no gradients.
         layers: bytes and seconds by layer, filled by the buckets.
-        waits: seconds that this site waited for a message with these parameters.
+        waits: per message, its parameters and the seconds that this site waited for it.
         reading: measures the gradients, if the step is recorded.
-        headers: every site's, in the order of ranks.
+        headers: of all sites, in the order of ranks.
         used: parameters that have a gradient on some site; the others are left alone, as in DDP.
         skips_bad: whether a step is skipped if a gradient is not finite.
-        bad: name of a parameter of which this site's is not.
-        share: of this site in the mean gradient, 1 / S where all sites count alike.
-        scale: S times that: what is sent as factors is multiplied by it, and divided by S there.
-        owed: what was not sent before of a parameter that travels dense, see `Planner.owed`.
-        owes: whether there is anything of that kind.
-        empty: slots and blocks of which this backward has brought nothing, noted as they are sent.
-        without_grad: parameters of which there was nothing in `param.grad`, likewise.
+        bad: name of a parameter whose gradient on this site is not finite.
+        share: weight of this site in the mean gradient, 1 / S if all sites have the same.
+        scale: S times `share`; factors are multiplied by it when sent, and divided by S on arrival.
+        owed: returns the unsent residuals of a parameter that travels dense, see `Planner.owed`.
+        owes: returns whether there are any such residuals.
+        empty: slots and blocks that this backward captured nothing for, noted as they are sent.
+        without_grad: parameters whose `param.grad` was None, noted as they are sent.
     """
 
     comm: Comm
@@ -233,11 +232,11 @@ class StepContext:
 
     @property
     def computed_s(self) -> float:
-        """Seconds spent so far on what is sent, and on computing blocks again."""
+        """Seconds spent so far on compression and on replays of blocks."""
         return self.layers.compress_s + self.layers.replay_s
 
     def take(self, headers: Sequence[Header]) -> None:
-        """Goes by these headers of all sites."""
+        """Stores all sites' headers and derives the used parameters and this site's weight."""
         self.headers = headers
         self.used = frozenset().union(*(compress(self.params, header.used) for header in headers))
         whole = sum(header.weight for header in headers)
@@ -245,9 +244,9 @@ class StepContext:
         self.share, self.scale = (weight / whole, sites * weight / whole) if whole else (0.0, 0.0)
 
     def gradient_of(self, slot: Slot, *, tapped: bool) -> Gradient:
-        """This site's part: its factors, no rows if it did not use the slot, or what is formed.
+        """Returns this site's scaled gradient; marks the step as bad if it is not finite.
 
-        The step is bad if it is not finite.
+        It is the factors, without rows where the slot was not used, or the formed gradient.
         """
         announced = self.header.uses[self.index[slot]].rows if tapped else 0
         own = self.factors_of(slot, announced) if tapped else self._formed(slot)
@@ -257,7 +256,7 @@ class StepContext:
         return gradient
 
     def fill(self, name: str, p: nn.Parameter, out: Tensor) -> None:
-        """This site's part of the mean gradient, in a sum over the sites; zeros of a void step."""
+        """Writes this site's part of a mean that is summed over the sites; zeros if void."""
         good = self.state == State.GOOD
         if p.grad is None:
             self.without_grad.add(name)
@@ -273,23 +272,21 @@ class StepContext:
         return formed(slot, self.params)
 
     def lacking(self, names: Collection[str] | None = None) -> set[str]:
-        """Parameters that this site's header announced, and that its backward has nothing for.
+        """Returns parameters announced in this site's header that its backward has no gradient for.
 
-        That is known once their message is packed. It costs a step nothing in which there are
-        gradients of all: nothing is noted then.
+        Known once their message is packed; free of cost in a step in which all have gradients.
 
         Args:
-            names: of which to say so; None of all.
+            names: to restrict the result to; None for all.
         """
         if not (self.empty or self.without_grad):
             return set()
-        for source in self.empty:  # before anything is written
+        for source in self.empty:  # while `param.grad` is as backward left it
             self.without_grad.update(filter(self._is_empty, source.params))
         found = self.without_grad.intersection(compress(self.params, self.header.used))
         return found if names is None else found.intersection(names)
 
     def _is_empty(self, name: str) -> bool:
-        """Whether neither autograd nor any product has something for a parameter."""
         if self.params[name].grad is not None:
             return False
         uses = ((source, self.header.uses[k]) for source, k in self.index.items())
@@ -297,16 +294,16 @@ class StepContext:
         return all(source in self.empty for source in captured)
 
     def adds_all_alike(self) -> bool:
-        """Whether `fill` would only multiply by the share, whatever the parameter."""
+        """True if `fill` would only multiply by the share, for every parameter."""
         return self.state == State.GOOD and self.share != 0.0 and not self.owes()
 
     def check(self, name: str, parts: Sequence[Tensor]) -> None:
-        """The step is bad if some part of this site's gradient of a parameter is not finite."""
+        """Marks the step as bad if a part of this site's gradient of a parameter is not finite."""
         if self.skips_bad and self.state == State.GOOD and not all(map(is_finite, parts)):
             self.bad, self.state = name, State.BAD
 
     def waited_s(self) -> dict[str, float]:
-        """By parameter, how long this site waited for the messages that carried it."""
+        """Returns, by parameter, the seconds that this site waited for its messages."""
         waited: defaultdict[str, float] = defaultdict(float)
         for names, seconds in self.waits:
             for name in names:
@@ -314,7 +311,7 @@ class StepContext:
         return waited
 
     def forget(self) -> None:
-        """The step starts again."""
+        """Resets the records of a step that starts again."""
         self.layers.forget()
         self.waits.clear()
         self.without_grad.clear()
@@ -323,7 +320,7 @@ class StepContext:
 
 
 def copy_scaled(name: str, p: nn.Parameter, out: Tensor, scale: float) -> None:
-    """`out = scale * p.grad`; no gradient counts as zero, scale 0 gives zeros."""
+    """Computes `out = scale * p.grad`; a missing gradient counts as zero, scale 0 gives zeros."""
     if p.grad is None or scale == 0.0:
         out.zero_()
     else:
@@ -331,7 +328,7 @@ def copy_scaled(name: str, p: nn.Parameter, out: Tensor, scale: float) -> None:
 
 
 def formed(slot: Slot, params: Mapping[str, nn.Parameter]) -> Tensor:
-    """The slot's part of `param.grad`, (G, O, I); no gradient counts as zero."""
+    """Returns the slot's part of `param.grad`, (G, O, I); a missing gradient counts as zero."""
     p, shape = params[slot.weight], (slot.groups, slot.outputs, slot.inputs)
     if p.grad is None:
         return p.new_zeros(shape, requires_grad=False)

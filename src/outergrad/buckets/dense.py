@@ -1,4 +1,4 @@
-"""Gradients side by side in an all-reduce, as in DDP."""
+"""Dense gradients concatenated in an all-reduce, as in DDP."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from outergrad.messages.wire import State
 from outergrad.record.stats import Booking
 
 LARGE = 1 << 14
-"""Elements from which a pass over a gradient costs more than a few calls."""
+"""Number of elements from which on a pass over a gradient costs more than a few calls."""
 
 _SMALL = 1 << 12
-"""Elements of a gradient up to which a copy of all at once costs less than a product of each."""
+"""Elements of a gradient up to which one copy of all is cheaper than a product of each."""
 
 _BUFFERS = 2
 
 
 class DenseBucket(Bucket):
-    """Parameters of one dtype whose gradients travel in one all-reduce.
+    """Parameters of one dtype whose gradients are sent in one all-reduce.
 
-    There are two buffers, which take turns: a sum is kept for a step. Their last two elements
-    count the sites that are surprised, with a small part for each that has nothing for a parameter
-    that it had announced, and those whose step is void.
+    Two buffers alternate, because the sum of a step is kept during the next one. Their last two
+    elements count sites: those whose batch does not fit the plan, plus a small fraction for each
+    that has no gradient for an announced parameter; and those whose step is void.
     """
 
     adds_up = True
@@ -48,19 +48,19 @@ class DenseBucket(Bucket):
 
     @property
     def is_kept(self) -> bool:
-        """The sum."""
+        """True: the sum stays in its buffer."""
         return True
 
     def lengths(self, context: StepContext) -> object:
-        """Its elements, and the two numbers behind them."""
+        """Returns the number of elements, with the two counts."""
         return self._size
 
     def expect(self, context: StepContext, turn: int) -> None:
-        """Posts the receive of what is added up, where a transport does that at every site."""
+        """Posts the receive of the sum, on a transport where sites add up themselves."""
         context.comm.expect_sum(self._size, turn, self._dtype)
 
     def start(self, context: StepContext) -> DensePending:
-        """Copies what is in `param.grad` (nothing counts as zero) and starts the all-reduce."""
+        """Copies `param.grad` (a missing one counts as zero) and starts the all-reduce."""
         kept = self._scratch(context.comm.cost)
         buffer, views = kept.room.tensor, kept.views
         self._fill(context, kept)
@@ -73,7 +73,7 @@ class DenseBucket(Bucket):
         return DensePending(work, kept)
 
     def _scratch(self, cost: CostModel) -> _Buffer:
-        """The buffer that the step before does not have."""
+        """The buffer that the previous step does not use, or a new one if that one is lent."""
         if len(self._buffers) < _BUFFERS:
             self._buffers.insert(0, self._buffer(cost))
         else:
@@ -83,13 +83,12 @@ class DenseBucket(Bucket):
         return self._buffers[0]
 
     def _buffer(self, cost: CostModel) -> _Buffer:
-        """A new one, counted when nothing that made it is left."""
+        """A new buffer; its storage's users are counted after the temporaries of `of` are gone."""
         made = _Buffer.of(self._params, cost)
         made.holders = holders(made.told)
         return made
 
     def _fill(self, context: StepContext, kept: _Buffer) -> None:
-        """Copies this site's part of the mean; many small gradients at once."""
         grads = [p.grad for p in self._params.values()]
         there = [g for g in grads if g is not None and not g.is_sparse]
         if len(there) < len(grads) or not context.adds_all_alike():
@@ -104,9 +103,9 @@ class DenseBucket(Bucket):
                 torch.mul(g, share, out=view)
 
     def _factor(self, share: float) -> Tensor | float:
-        """By which gradients are multiplied: as a tensor, which is made once, not for each of them.
+        """The share as a tensor, which is made once and not in each product.
 
-        Of 16-bit gradients it stays a number: a tensor of their kind would round it.
+        For 16-bit gradients it stays a number: a tensor of their dtype would round it.
         """
         if self._dtype not in (torch.float32, torch.float64):
             return share
@@ -117,14 +116,14 @@ class DenseBucket(Bucket):
 
 @dataclass
 class _Buffer:
-    """What an all-reduce sums.
+    """Memory of an all-reduce.
 
     Attributes:
-        room: for all of it.
-        views: of the part of each parameter, in its shape.
-        told: of the two counts behind them; their real part where gradients are complex.
-        bookings: what it does for each of them.
-        holders: tensors that lie in it, if none is a loop's gradient.
+        room: all of it.
+        views: the part of each parameter, in its shape.
+        told: the two counts behind them; their real part if gradients are complex.
+        bookings: statistics of the message, per parameter.
+        holders: tensors in its storage while no gradient of the loop is a view of it.
     """
 
     room: SummedRoom
@@ -135,22 +134,21 @@ class _Buffer:
 
     @property
     def is_lent(self) -> bool:
-        """Whether a loop still has a gradient in it."""
+        """True if the training loop still has a gradient that is a view of this buffer."""
         return holders(self.told) > self.holders
 
     def say(self, state: State, *, lacks: bool) -> None:
-        """Counts this site in, by how it fares."""
+        """Writes this site's contribution to the two counts."""
         self.told.zero_()
         if state != State.GOOD or lacks:
             self.told[0], self.told[1] = state.counts(lacks=lacks)
 
     def summed(self) -> SupportsInt:
-        """A digest of the sum that has come, which a processor has in its cache just now."""
+        """Digest of the received sum; cheap now, while the sum is in the processor's cache."""
         return self.room.checksum()
 
     @staticmethod
     def of(params: Mapping[str, nn.Parameter], cost: CostModel) -> _Buffer:
-        """For these parameters, over a transport of this cost."""
         sizes = [p.numel() for p in params.values()]
         first = next(iter(params.values()))
         room = SummedRoom(first, sum(sizes) + 2)
@@ -165,8 +163,8 @@ class DensePending(Pending):
     """An all-reduce under way.
 
     Args:
-        work: brings the sum.
-        kept: where that is.
+        work: the all-reduce.
+        kept: the buffer of its sum.
     """
 
     def __init__(self, work: Work, kept: _Buffer) -> None:
@@ -175,11 +173,11 @@ class DensePending(Pending):
 
     @property
     def sums(self) -> Mapping[str, Tensor]:
-        """Where they will be, by parameter."""
+        """The views that will hold the sums, by parameter."""
         return self._kept.views
 
     def wait(self) -> Result:
-        """The sum, and whether every site was in the same step."""
+        """Returns the means, and the worst state of all sites."""
         if self._result is None:
             self._work.wait()
             told, digest = self._kept.told.tolist(), self._kept.summed()
@@ -188,7 +186,7 @@ class DensePending(Pending):
         return self._result
 
     def brought_again(self) -> Mapping[str, Tensor] | None:
-        """Copies of the means; None if they have been changed since they came."""
+        """Returns copies of the means; None if they have been changed since they came."""
         result = self.wait()
         means = {name: mean.clone() for name, mean in result.means.items()}
         assert result.digest is not None

@@ -21,21 +21,21 @@ from outergrad.replay.block_message import block_gradients
 
 
 class FactorBucket(RowBucket):
-    """Units whose factors, or triplets, travel in one all-gather, straight from site to site.
+    """Units whose factors or triplets are sent in one all-gather, directly from site to site.
 
-    Small gradients may ride along: one message less, and one delay instead of a ring's 2 (S - 1).
+    Small dense gradients may be added: one message fewer, with one delay, not a ring's 2 (S - 1).
     """
 
     _laid_out: tuple[Sequence[Sequence[Piece]], list[BookedLayout]] | None = None
-    """The pieces of the last step, and the layouts of these."""
+    """The pieces of the last step, and their layouts."""
 
     @property
     def is_kept(self) -> bool:
-        """Unless there are blocks: a replay may give something else than the forward."""
+        """True unless there are blocks, whose replay may differ from the forward."""
         return not self.blocks
 
     def expect(self, context: StepContext, turn: int) -> None:
-        """The messages of the other sites."""
+        """Posts the receives of the other sites' messages."""
         context.comm.expect([layout.nbytes for layout in self.layouts(context)], turn)
 
     def start(self, context: StepContext) -> Pending:
@@ -54,14 +54,13 @@ class FactorBucket(RowBucket):
         return _FactorPending(Gathered(work, message), self, layouts, preamble, context)
 
     def layouts(self, context: StepContext) -> list[BookedLayout]:
-        """Of every site's message; prepared once for steps that are alike."""
+        """Returns the layout of every site's message; reused between steps that are alike."""
         pieces_SK = self.pieces(context)
         if self._laid_out is None or self._laid_out[0] is not pieces_SK:
             self._laid_out = pieces_SK, [self.layout(pieces_K) for pieces_K in pieces_SK]
         return self._laid_out[1]
 
     def _pack_blocks(self, context: StepContext, layout: Layout, message: Tensor) -> None:
-        """Fills in what all sites compute again, and books it."""
         for piece, view in layout.filled(message, Block):
             sent, out = context.blocks.message(piece.slot), view.read()
             assert isinstance(out, Tensor)
@@ -112,7 +111,7 @@ class _FactorPending(Pending):
         return Result(means, additions, state, has_autograd_grad, digest, lacks)
 
     def _computed_again(self, block: Block, sent_S: Sequence[Arrived | None]) -> dict[str, Tensor]:
-        """The mean gradients of a block, which every site computes for all sites."""
+        """The mean gradients of a block, computed by replaying it for all sites."""
         context, began = self._context, time.perf_counter()
         data_S = [data if isinstance(data, Tensor) else None for data in sent_S]
         tapped, rank = context.blocks[block], context.comm.rank

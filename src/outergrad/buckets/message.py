@@ -1,4 +1,4 @@
-"""What messages of factors have in common, whoever they go to."""
+"""Parts that all buckets of factors share, whichever sites their messages go to."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from outergrad.record.gauge import Reading
 from outergrad.record.stats import Booking
 
 _KEPT_LAYOUTS = 256
-"""The steps of a training have few different ones, or nearly as many as steps."""
+"""Number of cached layouts: a training run has few different ones, or nearly one per step."""
 
 
 class _Agreed(NamedTuple):
-    """What all sites know of a slot, or of a block, before there is a message.
+    """Facts about a slot or block that all sites know before there is a message.
 
     Attributes:
-        rows_S: that every site sends of it.
-        kind: dtype, that of the bias, codecs and form of the payload.
+        rows_S: number of rows that each site sends.
+        kind: dtype, dtype of the bias, codecs and form of the payload.
     """
 
     rows_S: list[int]
@@ -40,17 +40,17 @@ class _Agreed(NamedTuple):
 
 
 class RowBucket(Carried):
-    """What a bucket of factors carries.
+    """A bucket of units that are sent as factors.
 
     Args:
-        index: place of the bucket in the step.
-        loads: what travels as factors.
+        index: index of the bucket in the step.
+        loads: the units.
         compressor: makes the factors.
-        extras: parameters whose `grad` travels as it is.
+        extras: parameters whose `grad` is sent uncompressed.
 
     Attributes:
-        blocks: what is computed again.
-        sources: what payloads are of: the slots, then the blocks.
+        blocks: blocks that all sites replay.
+        sources: sources of the payloads: the slots, then the blocks.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class RowBucket(Carried):
 
     @property
     def travels(self) -> str:
-        """What the payloads are called in statistics."""
+        """Name of the payloads in statistics."""
         why = self._compressor.why
         return (Why.FACTORS if why == Why.LOW_RANK else why).value
 
     def preamble(self, context: StepContext, *, second: bool = False) -> Preamble:
-        """What this site's message begins with; a second round has a number of its own."""
+        """Returns the preamble of this site's message; a second round has its own bucket number."""
         header = context.header
         flags = tuple(map(context.has_autograd_grad.__contains__, self.names))
         wanted_rows = tuple(map(self._compressor.wanted_rows, self.slots))
@@ -88,7 +88,10 @@ class RowBucket(Carried):
         return Preamble(*own, context.state, flags, wanted_rows, lacks=lacks)
 
     def pieces(self, context: StepContext) -> Sequence[Sequence[Piece]]:
-        """What every site (S) has of each source (K); the same object while that is the same."""
+        """Returns the payload sizes of every site (S) and source (K).
+
+        As long as nothing changes it is the same object, so that callers can cache by identity.
+        """
         if self._headers is not context.headers and not self._is_as_before(context.headers):
             before = self._agreed
             self._agreed = [self._agreed_of(source, context) for source in self.sources]
@@ -100,17 +103,16 @@ class RowBucket(Carried):
         return self._pieces
 
     def _is_as_before(self, headers: Sequence[Header]) -> bool:
-        """Whether it is plain without a look at every source that nothing has changed."""
+        """True if nothing has changed, as far as can be told without looking at every source."""
         if self._compressor.adapts or self._compressor.phase != self._phase:
             return False
         return len(headers) == len(self._headers) and all(map(_is_foreseen, headers, self._headers))
 
     def lengths(self, context: StepContext) -> object:
-        """What a layout follows from, for every site."""
+        """Returns what determines the layout of every site's message."""
         return self.names, tuple(self.extras), self.pieces(context)
 
     def _agreed_of(self, slot: Source, context: StepContext) -> _Agreed:
-        """What every site has of a slot or a block."""
         compressor, headers = self._compressor, context.headers
         if isinstance(slot, Block):
             uses = [header.uses[context.index[slot]] for header in headers]
@@ -128,7 +130,7 @@ class RowBucket(Carried):
     def layout(
         self, pieces: Sequence[Piece], extras: Mapping[str, nn.Parameter] | None = None
     ) -> BookedLayout:
-        """A message of these pieces and extras, all of the bucket's if None."""
+        """Returns the layout of a message; extras are all of the bucket's if None."""
         extras = self.extras if extras is None else extras
         key = tuple(extras), tuple(pieces)
         if key not in self._layouts:
@@ -141,13 +143,13 @@ class RowBucket(Carried):
     def pack(
         self, context: StepContext, layout: BookedLayout, message: Tensor, receivers: int
     ) -> None:
-        """Fills in what this site has of slots, and books it; stops if that is not finite.
+        """Writes this site's gradients of slots, and books them; stops if they are not finite.
 
         Args:
             context: this site.
-            layout: where things stand.
-            message: zeros.
-            receivers: how many times the message is sent.
+            layout: of the message.
+            message: zeros, to be filled.
+            receivers: number of times that the message is sent.
         """
         for name, view in layout.by_name(layout.flats(message)).items():
             context.fill(name, layout.extras[name], view)
@@ -180,7 +182,7 @@ class RowBucket(Carried):
         return Part(piece.slot, gradient, piece.rows)
 
     def agree(self, preambles: Sequence[Preamble]) -> list[str]:
-        """Hands on how many rows every site would send next time.
+        """Passes the row counts that every site would like to send next to the compressor.
 
         Returns:
             Parameters that also have a gradient outside their factors on some site.
@@ -196,16 +198,16 @@ class RowBucket(Carried):
 
 
 class BookedLayout(Layout):
-    """Where things stand in a message, and what is booked of it.
+    """Layout of a message, with its statistics.
 
     Args:
         start: length of the preamble, bytes.
         extras: parameters, by name, whose gradients it holds whole.
         pieces: its payloads.
-        travels: what the rows are called in statistics.
+        travels: name of the rows in statistics.
 
     Attributes:
-        received: what a site that gets the message books.
+        received: statistics that a site books when it receives the message.
     """
 
     def __init__(
@@ -222,7 +224,7 @@ class BookedLayout(Layout):
         self.received += [Booking(*self._about(p), received=p.nbytes) for p in pieces]
 
     def sent(self, receivers: int) -> list[Booking]:
-        """What is booked where the message is sent to so many; seconds by the sizes of matrices."""
+        """Bookings of a message sent `receivers` times; seconds are shared by matrix size."""
         if receivers not in self._sent:
             self._sent[receivers] = list(self._bookings(receivers))
         return self._sent[receivers]
@@ -237,7 +239,6 @@ class BookedLayout(Layout):
             yield Booking(*self._about(piece), sent=sent, rows=rows, share=size / whole)
 
     def _about(self, piece: Piece) -> tuple[str, str]:
-        """What a payload is booked on, and as what."""
         return piece.slot.label, "replayed" if _is_block(piece) else self._travels
 
 
@@ -246,7 +247,7 @@ def _is_block(piece: Piece) -> bool:
 
 
 def sums_of_extras(layouts: Sequence[Layout], messages: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Over the sites, in their order: every site has divided its own by their number."""
+    """Sums the extras over the sites, in their order; every site has already applied its weight."""
     flats_S = [layout.flats(message) for layout, message in zip(layouts, messages, strict=True)]
     sums = [flat.clone() for flat in flats_S[0]]
     for flats in flats_S[1:]:
@@ -256,18 +257,18 @@ def sums_of_extras(layouts: Sequence[Layout], messages: Sequence[Tensor]) -> dic
 
 
 def book_received(context: StepContext, layouts: Sequence[BookedLayout]) -> None:
-    """Books what comes from every other site, by the layouts of every site's message to this."""
+    """Books the messages of all other sites to this one, by the layouts of every site's message."""
     for rank, layout in enumerate(layouts):
         if rank != context.comm.rank:
             context.layers.book(layout.received)
 
 
 def _is_foreseen(header: Header, before: Header) -> bool:
-    """Whether a header was not exchanged, but taken to be the same again."""
+    """True if a header was not exchanged, but assumed to be that of the previous step."""
     return header.uses is before.uses and header.used is before.used
 
 
 def _delta_dtype(k: int, headers: Sequence[Header]) -> torch.dtype:
-    """What the deltas of a slot have in common on the sites that have some."""
+    """Common dtype of a slot's deltas on the sites that have some; float32 if there is none."""
     used = {header.uses[k].dtype for header in headers if header.uses[k].rows}
     return used.pop() if len(used) == 1 else torch.float32

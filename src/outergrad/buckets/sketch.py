@@ -1,4 +1,4 @@
-"""Sketches of gradients in all-reduces, one or two: bytes that do not grow with the sites."""
+"""Sketches of gradients in one or two all-reduces; their bytes do not grow with the sites."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _Shape = Callable[[Slot], tuple[int, ...]]
 
 
 class SketchBucket(Carried):
-    """Units of one dtype whose sketches are summed over the sites, with vectors as they are.
+    """Units of one dtype whose sketches are summed over the sites, with vectors uncompressed.
 
     Args:
-        loads: what travels at low rank.
-        compressor: makes the sketches, which go through codecs that only round.
-        dtype: what they are computed in.
-        extras: parameters whose `grad` travels as it is, in the first round.
+        loads: the units that are sent at low rank.
+        compressor: makes the sketches; its codecs must only round.
+        dtype: of the sketches' computation.
+        extras: parameters whose `grad` is sent uncompressed, in the first round.
     """
 
     adds_up = True
@@ -52,23 +52,23 @@ class SketchBucket(Carried):
 
     @property
     def is_expected(self) -> bool:
-        """Where there is one round."""
+        """True if there is one round."""
         return self.sketches.rounds == 1
 
     def lengths(self, context: StepContext) -> object:
-        """How many numbers of each dtype are summed, where there is one round."""
+        """Returns the number of summed elements of each dtype; empty with two rounds."""
         return self._lengths(context, self.sketches.shape)
 
     def lengths_ahead(self, context: StepContext) -> object:
-        """With the sketches of the next step."""
+        """Returns `lengths` with the sketches of the next step."""
         return self._lengths(context, self.sketches.shape_ahead)
 
     def expect(self, context: StepContext, turn: int) -> None:
-        """Posts the receives of what is added up, where a transport does that at every site."""
+        """Posts the receives of sums, on a transport where sites add up themselves."""
         self._expect(context, turn, self.sketches.shape)
 
     def expect_ahead(self, context: StepContext, turn: int) -> None:
-        """With the sketches of the next step."""
+        """Posts the receives with the sketches of the next step."""
         self._expect(context, turn, self.sketches.shape_ahead)
 
     def _expect(self, context: StepContext, turn: int, shape: _Shape) -> None:
@@ -76,7 +76,7 @@ class SketchBucket(Carried):
             context.comm.expect_sum(length, turn, dtype)
 
     def _lengths(self, context: StepContext, shape: _Shape) -> dict[torch.dtype, int]:
-        """Of the sums of one round, in their order; those of two nobody expects."""
+        """Elements of the sums by dtype, in order; empty for two rounds, which post no receives."""
         lengths = defaultdict[torch.dtype, int](int)
         if self.sketches.rounds == 1:
             for slot in self.used(context):
@@ -85,15 +85,15 @@ class SketchBucket(Carried):
         return lengths
 
     def used(self, context: StepContext) -> list[Slot]:
-        """Slots that have a gradient on some site."""
+        """Returns slots that have a gradient on some site."""
         return [slot for slot in self.tapped if slot.weight in context.used]
 
     def biases(self, context: StepContext) -> list[Slot]:
-        """Those of them whose bias gradients go along."""
+        """Returns the used slots whose bias gradients are sent along."""
         return [slot for slot in self.used(context) if self.tapped[slot] and slot.bias]
 
     def exact_sizes(self, context: StepContext) -> list[int]:
-        """Of biases, extras and flags."""
+        """Returns the numbers of elements of biases, extras and flags."""
         biases = [slot.groups * slot.outputs for slot in self.biases(context)]
         extras = [p.numel() for p in self.extras.values()]
         return [*biases, *extras, len(self.flagged) + 2]
@@ -105,7 +105,7 @@ class SketchBucket(Carried):
 
 class _SketchPending(Pending):
     rounds = 2
-    """`advance` takes in the first sum, also where it starts no second one."""
+    """`advance` processes the first sum even if it starts no second round."""
 
     def __init__(self, bucket: SketchBucket, context: StepContext) -> None:
         self._bucket, self._context = bucket, context
@@ -147,7 +147,7 @@ class _SketchPending(Pending):
         return torch.zeros(shape, dtype=self._bucket.wire, device=self._context.comm.device)
 
     def _exact(self) -> Tensor:
-        """Vectors, then one number per tapped parameter and per state: how many sites say so."""
+        """Vectors, then flags per tapped parameter and per state, which count sites when summed."""
         context, bucket = self._context, self._bucket
         exact = torch.zeros(sum(self._sizes), dtype=bucket.dtype, device=context.comm.device)
         biases, extras, flags = self._split(exact)
@@ -166,9 +166,8 @@ class _SketchPending(Pending):
         return exact
 
     def _split(self, exact: Tensor) -> tuple[dict[Slot, Tensor], dict[str, Tensor], Tensor]:
-        """Views of biases, extras and flags."""
         *parts, flags = exact.split(self._sizes)
-        biases = dict(zip(self._biases, parts, strict=False))
+        biases = dict(zip(self._biases, parts, strict=False))  # extras follow
         extras = dict(zip(self._bucket.extras, parts[len(biases) :], strict=True))
         return biases, extras, flags
 
@@ -188,12 +187,12 @@ class _SketchPending(Pending):
     # -- the second round -----------------------------------------------------------------------
 
     def advance(self) -> None:
-        """From the sums of the first sketches to this site's part of the second."""
+        """Computes and sends this site's part of the second sketches, from the first sums."""
         *sums, exact = self._first.wait()
         self._digest = sum(map(checksum, [*sums, exact]), self._digest)
         self._take_exact(exact)
         if self._state != State.GOOD:
-            return  # on all sites alike
+            return  # all sites know the same state, so none starts a second round
         if self._bucket.sketches.rounds == 1:
             self._last = sums
             return
@@ -206,7 +205,7 @@ class _SketchPending(Pending):
             self._measure(slot, z)
 
     def wait(self) -> Result:
-        """From the sums of the second sketches to the gradients."""
+        """Computes the gradients from the sums of the last sketches."""
         if self._state != State.GOOD:
             return Result(state=self._state, digest=self._digest)
         context, bucket = self._context, self._bucket
@@ -228,7 +227,6 @@ class _SketchPending(Pending):
     # -- both -----------------------------------------------------------------------------------
 
     def _measure(self, slot: Slot, last: Tensor) -> None:
-        """Of this site's part of the last sketch, if the step is recorded."""
         if slot in self._measured and self._context.reading is not None:
             projection = self._bucket.sketches.projection(slot, last)
             self._context.reading.sketched(slot, *self._measured.pop(slot), projection)
@@ -257,7 +255,7 @@ class _Sums:
             self._works[dtype] = comm.all_reduce(flat)
 
     def wait(self) -> list[Tensor]:
-        """The sums, in the shapes of the parts."""
+        """Returns the sums, in the shapes of the parts."""
         sums: dict[int, Tensor] = {}
         for dtype, work in self._works.items():
             members = [i for i, part in enumerate(self._parts) if part.dtype == dtype]

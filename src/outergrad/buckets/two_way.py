@@ -1,4 +1,4 @@
-"""Triplets to one site that merges them, and merged ones back to all: two rounds."""
+"""Triplets sent to one owner that merges them, and merged triplets sent to all: two rounds."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from outergrad.messages.layout import Layout, gradients_of
 from outergrad.messages.wire import Piece, State, read_all
 
 _SECOND_LANE = 5
-"""Of second rounds alone: where a step comes to nothing they do not take place, and no later
-message of the step may meet the receives that wait for them."""
+"""Lane of second rounds alone. They are skipped where a step fails, and no later message of the
+step may then match the receives that were posted for them."""
 
 
 class TwoWayBucket(RowBucket):
@@ -32,15 +32,16 @@ class TwoWayBucket(RowBucket):
 
     The paper's star with an aggregator, but every site is the aggregator of some slots. A site
     sends about 2 (S - 1) / S times its triplets, as in an all-reduce, in two delays instead of a
-    ring's 2 (S - 1). In the first round every site hears from every other, though it may be no
-    more than how that fares: so all know alike whether there is a second.
+    ring's 2 (S - 1). In the first round every site hears from every other, even if only its
+    preamble. So all sites know alike whether there is a second round.
 
     Args:
         index: as of `RowBucket`.
         loads: as of `RowBucket`.
         compressor: makes the triplets; its merger does the owners' work.
         extras: as of `RowBucket`.
-        owners: the site that sums each extra, and merges each slot of which the merger knows none.
+        owners: the site that sums each extra, and that merges each slot for which the merger names
+            no owner.
     """
 
     def __init__(
@@ -57,20 +58,20 @@ class TwoWayBucket(RowBucket):
 
     @property
     def travels(self) -> str:
-        """What the payloads are called in statistics."""
+        """Name of the payloads in statistics."""
         return Why.LOW_RANK.value
 
     @property
     def is_kept(self) -> bool:
-        """What was merged."""
+        """True: the merged messages are kept."""
         return True
 
     def lengths(self, context: StepContext) -> object:
-        """Also who merges what."""
+        """Returns what determines the layouts, with the owners."""
         return super().lengths(context), self.mergers(), self._owners
 
     def expect(self, context: StepContext, turn: int) -> None:
-        """What the other sites have for this one, and what they merge."""
+        """Posts the receives of both rounds."""
         pieces_SK, sites = self.pieces(context), range(context.comm.world_size)
         owners_K = self.mergers()
         theirs = [self.owned(pieces_K, owners_K, context.comm.rank) for pieces_K in pieces_SK]
@@ -84,18 +85,18 @@ class TwoWayBucket(RowBucket):
         return _TwoWayPending(self, context)
 
     def mergers(self) -> list[int]:
-        """Who merges each slot (K) in this step."""
+        """Returns the owner of each slot (K) in this step."""
         found = [(slot, self.merger.owner(slot)) for slot in self.slots]
         return [self._owners[slot] if owner is None else owner for slot, owner in found]
 
     def owned(self, pieces_K: Sequence[Piece], owners_K: Sequence[int], owner: int) -> BookedLayout:
-        """The message with what one site owns."""
+        """Returns the layout of the message with one owner's slots and extras."""
         extras = {name: p for name, p in self.extras.items() if self._owners[name] == owner}
         pairs = zip(pieces_K, owners_K, strict=True)
         return self.layout([piece for piece, own in pairs if own == owner], extras)
 
     def merged_pieces(self, pieces_SK: Sequence[Sequence[Piece]]) -> list[Piece]:
-        """What comes back of each slot (K), from what every site (S) sends of it."""
+        """Returns the merged piece of each slot (K), from the pieces of every site (S)."""
         return [self._merged_piece(pieces_S) for pieces_S in zip(*pieces_SK, strict=True)]
 
     def _merged_piece(self, pieces_S: Sequence[Piece]) -> Piece:
@@ -104,7 +105,7 @@ class TwoWayBucket(RowBucket):
 
 
 class _TwoWayPending(Pending):
-    """The lengths of both rounds are agreed before the first: it changes what the next step has."""
+    """Computes both rounds' lengths before the first, whose `agree` changes the next step's."""
 
     rounds = 2
 
@@ -141,11 +142,11 @@ class _TwoWayPending(Pending):
     # -- the second round -----------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Merges what this site owns and starts to send it to all.
+        """Merges the slots that this site owns and starts to send them to all.
 
         Raises:
-            ExchangeError: a message is not as it was sent: whether there is a second round cannot
-                be known then.
+            ExchangeError: a message is damaged, so that it is unknown whether there is a second
+                round.
         """
         messages, bucket = self._first.wait(), self._bucket
         try:
@@ -154,7 +155,7 @@ class _TwoWayPending(Pending):
             raise ExchangeError(str(error)) from error
         self._digest = combined(preamble.said for preamble in preambles)
         if self._state != State.GOOD:
-            return  # on all sites alike
+            return  # all sites know the same state, so none starts a second round
         self._has_autograd_grad = bucket.agree(preambles)
         self._lacks = any(preamble.lacks for preamble in preambles)
         merged = self._empty(self._merged[self._rank])
@@ -186,7 +187,7 @@ class _TwoWayPending(Pending):
         return self._bucket.merger.merge(piece.slot, parts, piece.rows, sites)
 
     def wait(self) -> Result:
-        """Takes the gradients from what every owner sent."""
+        """Returns the gradients from the messages of all owners."""
         if self._state != State.GOOD:
             return Result(state=self._state, digest=self._digest)
         assert self.gathered is not None

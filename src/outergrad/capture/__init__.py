@@ -1,1 +1,1 @@
-"""What autograd and optimizers tell: taps, hooks, swapped classes, compiled graphs."""
+"""Capture from autograd and optimizers: taps, hooks, class swaps, compiled graphs."""

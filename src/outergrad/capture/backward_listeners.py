@@ -1,9 +1,8 @@
-"""Who hears of a backward before it begins, and if it raised, whatever it had reached.
+"""Notifications of backward passes: before each begins, and after one raises.
 
-Autograd tells hooks only of nodes that it has come to. What a backward does before it comes to one
-that is watched, as one that raises in a loss of one's own, would be known to nobody. So the
-function through which `torch.autograd` calls its engine has one of ours around it, from the first
-distributed model on.
+Autograd calls hooks only at nodes that its engine reaches. A backward that raises before it reaches
+a watched node, as in a custom loss, would go unnoticed. So the function through which
+`torch.autograd` calls its engine is wrapped when the first listener is added.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ _LOCK = Lock()
 
 @dataclass(frozen=True)
 class FailedBackward:
-    """A backward, not one inside another, that was to leave gradients in parameters and raised.
+    """A backward for parameter gradients that raised; not one nested in another backward.
 
     Attributes:
-        began: its place in the order of `now`.
-        outputs: what it was called for.
-        inputs: in which it was to leave gradients; empty for all leaves.
+        began: number of its start, in the order of `now`.
+        outputs: the tensors or graph edges that were differentiated.
+        inputs: the leaves that were to get gradients; empty for all leaves.
     """
 
     began: int
@@ -42,9 +41,9 @@ class FailedBackward:
     inputs: Sequence[Any]
 
     def nodes(self) -> set[Node]:
-        """All nodes that it could have come to, and of `inputs` only these, where there are some.
+        """Returns all nodes the backward could have reached; if `inputs` is not empty, only theirs.
 
-        Walks the graph, which is there as long as the outputs are.
+        Walks the graph, which exists as long as the outputs do.
         """
         found, left = set[Node](), _nodes_of(self.outputs)
         while left:
@@ -56,24 +55,24 @@ class FailedBackward:
 
 
 class BackwardListener(Protocol):
-    """Who is told of backwards that leave gradients in parameters, maybe of another model."""
+    """Receives events of backwards that leave gradients in parameters, maybe of another model."""
 
     def on_backward(self) -> None:
-        """A backward of this thread is about to begin; not one inside another."""
+        """Called before a backward begins in this thread; not for a nested one."""
         ...
 
     def on_failed_backward(self, failed: FailedBackward) -> None:
-        """A backward of this thread has raised."""
+        """Called when a backward of this thread has raised."""
         ...
 
 
 def now() -> int:
-    """A number that is greater than all before it, in whichever thread."""
+    """Returns a number greater than all returned before, in any thread."""
     return next(_ORDER)
 
 
 def listen_to_backwards(listener: BackwardListener) -> None:
-    """Tells it of every backward of this process, as long as it lives."""
+    """Notifies a listener, held weakly, of every backward of this process."""
     with _LOCK:
         _LISTENERS.add(listener)
         run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
@@ -82,7 +81,7 @@ def listen_to_backwards(listener: BackwardListener) -> None:
 
 
 def ignore_backwards(listener: BackwardListener) -> None:
-    """Tells it nothing any more."""
+    """Stops the notifications of a listener."""
     with _LOCK:
         _LISTENERS.discard(listener)
 
@@ -106,14 +105,14 @@ def _telling(run: Callable[..., Any]) -> Callable[..., Any]:
     return untraced(run_and_tell)
 
 
+# The loops over listeners are functions of their own, so that no local variable keeps a listener
+# alive: not while the backward runs, which may wait for other sites, nor in an error's traceback.
 def _announce() -> None:
-    """Apart, so that no listener is held while the backward runs: it may wait for other sites."""
     for listener in _listeners():
         listener.on_backward()
 
 
 def _tell(failed: FailedBackward) -> None:
-    """Apart, so that no listener is held by the traceback of an error."""
     for listener in _listeners():
         listener.on_failed_backward(failed)
 

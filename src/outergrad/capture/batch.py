@@ -1,4 +1,4 @@
-"""The samples of a batch: how many the model was called with, and which rows are of which."""
+"""Samples of a batch: the count that the model was called with, and the sample of each row."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from outergrad.core.types import Call, Factors
 
 
 class Batch:
-    """How many samples the forward of the model that runs now is about.
+    """Number of samples in the current forward of the model.
 
-    That is the first dimension of the first tensor that the model is called with.
+    It is the first dimension of the first tensor that the model is called with.
     """
 
     def __init__(self) -> None:
@@ -27,20 +27,20 @@ class Batch:
         self._swap: ClassSwap | None = None
 
     def watch(self, model: nn.Module) -> None:
-        """Counts the samples of its forwards from now on."""
+        """Counts the samples of the model's forwards from now on."""
         self._swap = ClassSwap(model, self._forward)
 
     def remove(self) -> None:
-        """Counts no more."""
+        """Stops counting and gives the model its own class back."""
         if self._swap is not None:
             self._swap.restore()
 
     def samples(self, layer: str, count: int | None, *, positions_first: bool) -> Samples:
-        """Where the samples stand in the rows of a layer that saw so many.
+        """Returns the positions of the samples in the rows of one use of a layer.
 
         Raises:
-            RuntimeError: the layer is not told or sees other samples than the model, or is called
-                by itself.
+            RuntimeError: the layer's count is unknown (None) or not the model's, or the layer is
+                called outside of the model's forward.
         """
         if count is None:
             raise RuntimeError(
@@ -63,7 +63,7 @@ class Batch:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self._swap is not None
-        if current_task() != NO_TASK:  # a recomputation taps nothing new
+        if current_task() != NO_TASK:  # a checkpoint's recomputation is no new forward
             return self._swap.plain_forward(*args, **kwargs)
         self._forwards += 1
         self._count = samples_in([*args, *kwargs.values()])
@@ -74,23 +74,23 @@ class Batch:
 
 
 class AnySamples:
-    """How many samples each layer is called with, whatever the model was: to be looked at alone."""
+    """Counterpart of `Batch` for recorders: accepts any number of samples per layer."""
 
     def samples(self, layer: str, count: int | None, *, positions_first: bool) -> Samples | None:
-        """As `Batch.samples`; None where it is not known."""
+        """Returns the same as `Batch.samples`, but None if the count is unknown."""
         return None if count is None else Samples(count, positions_first, 0)
 
 
 class SampledUse:
-    """The rows of one use of a layer, which are computed when they are asked for.
+    """The rows of one use of a layer, computed on demand.
 
     Args:
-        factors: computes them as they travel.
-        rule: of the layer.
+        factors: computes the rows as they are sent.
+        rule: the layer's rule.
         module: the layer.
-        slot: which of its products.
-        kept: gives what the use left behind: activations and delta.
-        samples: where its samples stand.
+        slot: index into `Rule.slots`.
+        kept: returns the activations and delta of the use.
+        samples: positions of the samples in the rows.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class SampledUse:
 
     @property
     def is_told(self) -> bool:
-        """Whether the rule of the layer tells samples apart."""
+        """True if the layer's rule has `by_sample`."""
         return hasattr(self._rule, "by_sample")
 
     def __call__(self) -> Factors:
-        """The rows as they travel."""
+        """Returns the rows as they are sent."""
         return self._factors()
 
     def by_sample(self) -> SampleRows:
-        """Each row with its sample."""
+        """Returns the rows with the index of each row's sample."""
         return self._rule.by_sample(*self._of, Call(*self._kept()), self.samples)

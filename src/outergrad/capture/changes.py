@@ -1,4 +1,4 @@
-"""Whether a model still has the parameters that the sites agreed on."""
+"""Detection of changes to a model's parameters since the sites agreed on them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from outergrad.capture.wrappers import calling_wrapper, exchanged_by, wrapper_in
 
 _KIND = attrgetter("dtype", "device", "shape")
 _ADDRESS = attrgetter("_cdata")
-"""Of a parameter itself, not of its values; as long as its node of autograd is kept, it is no
-other's. `swap_tensors` gives it another one, and autograd then tells nothing of it."""
+"""Address of a parameter's C++ object, not of its values. While its accumulator node is kept, no
+other parameter has it. `swap_tensors` changes it, which autograd does not report."""
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class Look(Enum):
-    """For which conversions of parameters a model is looked through."""
+    """Conversions of parameters that a check of the model looks for."""
 
     NONE = 0
     KINDS = 1
-    """What is of another dtype, device or shape now, or was swapped."""
+    """Parameters that have another dtype, device or shape now, or were swapped."""
     NODES = 2
-    """Also what was so in between: it has another node of autograd. To find these takes longer."""
+    """Also parameters that were converted and converted back: they have another accumulator node.
+    This check takes longer."""
 
 
 _AGAIN = (
@@ -46,12 +47,12 @@ _AGAIN = (
 
 @dataclass(frozen=True)
 class Change:
-    """What has become of a parameter, or of its gradient, since `distribute`.
+    """A change of a parameter or its gradient since `distribute`, in words for an error message.
 
     Attributes:
-        name: of the parameter.
-        what: that it is not shared as it is now, in words.
-        follows: from that, with the site before it.
+        name: full name of the parameter.
+        what: what has changed.
+        follows: the consequence, printed after the site.
         remedy: what the user can do.
     """
 
@@ -61,14 +62,14 @@ class Change:
     remedy: str = _AGAIN
 
     def error(self, site: int) -> RuntimeError:
-        """What the user of the site is told."""
+        """Returns the error to raise on a site."""
         return RuntimeError(
             f"{self.name!r} {self.what} on site {site} {self.follows}: {self.remedy}"
         )
 
 
 def wrapped(name: str, wrapper: nn.Module) -> Change:
-    """That a parameter is also shared by a wrapper of another library."""
+    """Returns the change of a parameter that another library's wrapper also synchronises."""
     kind = type(wrapper).__name__
     return Change(
         name,
@@ -80,7 +81,7 @@ def wrapped(name: str, wrapper: nn.Module) -> Change:
 
 
 def overwritten(name: str) -> Change:
-    """That a gradient was changed behind a session, and before `backward` returned."""
+    """Returns the change of a gradient rewritten after the session, before `backward` returned."""
     return Change(
         name,
         "has another gradient at the end of backward",
@@ -92,17 +93,17 @@ def overwritten(name: str) -> Change:
 
 
 class ModelWatch:
-    """Compares a model with what it was when the sites agreed on it.
+    """Compares a model with its state when the sites agreed on it.
 
-    The comparison is one walk over the dicts in which modules keep parameters and modules, without
-    a line of Python per module. Only if something differs the model is looked at by name: frozen
-    and `og.Local()` parameters may come, go and be replaced.
+    The comparison is one walk over the dicts in which modules keep parameters and child modules,
+    without a line of Python per module. Parameters are compared by name only if that walk finds a
+    difference: frozen and `og.Local()` parameters may be added, removed and replaced.
 
     Args:
-        model: the model; it owns the watch, which does not keep it alive.
+        model: the model, held weakly; it owns the watch.
         trained: the shared parameters that require a gradient, by full name.
-        local: those that each site keeps to itself.
-        is_local: whether a parameter of some name would be each site's own, too.
+        local: the parameters that each site keeps to itself, by full name.
+        is_local: true for the name of a parameter that would be each site's own.
     """
 
     def __init__(
@@ -122,32 +123,32 @@ class ModelWatch:
         self._note(model)
 
     def follow(self, nodes: Sequence[Node | None]) -> None:
-        """Compares the trained parameters' nodes of autograd, too: a conversion makes new ones.
+        """Compares the trained parameters' accumulator nodes, too: a conversion makes new ones.
 
         Args:
-            nodes: which accumulate their gradients, in the order of the model.
+            nodes: the nodes that accumulate their gradients, in the order of `trained`.
         """
         self._nodes, self._follows = nodes, True
         self._addresses = list(map(_ADDRESS, self._trained.values()))
 
     def hold_again(self, nodes: Sequence[Node | None]) -> None:
-        """Goes on to compare nodes, which are of now."""
+        """Holds the current accumulator nodes again, if `follow` was called."""
         if self._follows:
             self._nodes = nodes
 
     def let_go(self) -> None:
-        """Holds no nodes, until it is given them again; kinds and addresses are compared."""
+        """Drops the nodes until `hold_again`; kinds and addresses are still compared."""
         self._nodes = None
 
     def unfollow(self) -> None:
-        """Compares nothing but what is registered in the modules."""
+        """Compares only what is registered in the modules, from now on."""
         self._nodes, self._follows = None, False
 
     def change(self, look: Look = Look.NODES) -> Change | None:
-        """The first difference that matters.
+        """Returns the first change that the sites have not agreed on, or None.
 
         Args:
-            look: for which conversions.
+            look: which conversions to look for.
         """
         model = self._model()
         if model is None or torch._C._are_functorch_transforms_active():
@@ -158,7 +159,7 @@ class ModelWatch:
         return None if self._is_as_noted() or in_functional_call() else self._difference(model)
 
     def wrapped(self) -> Change | None:
-        """Whether a wrapper that exchanges gradients itself is calling the model; on the stack."""
+        """Returns a change if a wrapper that exchanges gradients itself is calling the model."""
         wrapper = calling_wrapper(self._shared)
         return None if wrapper is None else self._is_in(wrapper)
 
@@ -168,7 +169,7 @@ class ModelWatch:
         return None if name is None else wrapped(name, wrapper)
 
     def _converted(self, look: Look) -> str | None:
-        """The first parameter that has another dtype, device or shape, or had in between."""
+        """Returns the name of the first converted parameter, with NODES also if converted back."""
         params = list(self._trained.values())
         kinds, addresses, held = list(map(_KIND, params)), list(map(_ADDRESS, params)), self._nodes
         same = kinds == self._kinds and self._addresses == addresses
@@ -183,7 +184,7 @@ class ModelWatch:
 
     @contextmanager
     def as_agreed(self) -> Iterator[None]:
-        """Meanwhile the trained parameters are of the kinds that messages are made for."""
+        """Context in which converted parameters are zeros of the agreed dtype, device and shape."""
         pairs = list(zip(self._trained.values(), self._kinds, strict=True))
         converted = [(p, p.data, kind) for p, kind in pairs if (p.dtype, p.device, p.shape) != kind]
         try:
@@ -195,20 +196,20 @@ class ModelWatch:
                 p.data = own
 
     def holds_some_of(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer is about parameters that the model has or had."""
+        """True if an optimizer holds parameters that the model has now or had when last noted."""
         model = self._model()
         found = () if model is None else model.parameters()
         return self.held_some_of(optimizer) or not held(optimizer).isdisjoint(map(id, found))
 
     def held_some_of(self, optimizer: Optimizer) -> bool:
-        """Whether it is about parameters that the model had when it was looked through last."""
+        """True if an optimizer holds parameters that the model had when last noted."""
         return not self._had.isdisjoint(held(optimizer))
 
     def _is_as_noted(self) -> bool:
         return self._ids == self._walk() and not any(map(_REQUIRES_GRAD, self._frozen))
 
     def _walk(self) -> list[int]:
-        """Identities of all that is registered in the modules."""
+        """Returns the ids of all parameters and child modules registered in the modules."""
         return list(map(id, chain.from_iterable(map(dict.values, self._dicts))))
 
     def _note(self, model: nn.Module) -> None:
@@ -217,10 +218,10 @@ class ModelWatch:
             d
             for module in modules
             for d in (module._parameters, module._modules)
-            if isinstance(d, dict)  # TorchScript keeps them elsewhere, and lets none be replaced
+            if isinstance(d, dict)  # TorchScript has no such dicts, and allows no replacement
         ]
         self._frozen = [p for name, p in places.items() if self._is_frozen(name, p)]
-        self._held = modules, places  # so that no identity is given to another object
+        self._held = modules, places  # kept alive, so that Python reuses no id
         self._had = {id(p) for p in (*self._trained.values(), *places.values())}
         self._ids = self._walk()
 
@@ -230,7 +231,7 @@ class ModelWatch:
     def _difference(self, model: nn.Module) -> Change | None:
         found = dict(_places(model))
         if not all(isinstance(p, nn.Parameter) for p in found.values()):
-            return None  # somebody computes with other tensors for a while
+            return None  # plain tensors stand in for parameters for a while
         found = {name: self._as_agreed(name, p) for name, p in found.items()}
         change = next(self._changes(found), None)
         if change is None:
@@ -241,7 +242,7 @@ class ModelWatch:
         return change
 
     def _as_agreed(self, name: str, p: nn.Parameter) -> nn.Parameter:
-        """What counts as the parameter at a place."""
+        """Returns the agreed parameter that the one found under this name stands for."""
         return p
 
     def _changes(self, found: Mapping[str, nn.Parameter]) -> Iterator[Change]:
@@ -264,7 +265,7 @@ def _is_kept(found: Node | int | None, then: Node | int | None) -> bool:
 
 
 class ShardWatch(ModelWatch):
-    """Of a model of FSDP2, whose modules hold the whole parameters while they compute."""
+    """Watch of an FSDP2 model, whose modules hold unsharded parameters while they compute."""
 
     def _as_agreed(self, name: str, p: nn.Parameter) -> nn.Parameter:
         whole = type(p).__name__ != "DTensor"
@@ -272,5 +273,5 @@ class ShardWatch(ModelWatch):
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every name of every parameter: tied ones have several."""
+    """Yields every parameter under each of its names: tied ones have several."""
     return model.named_parameters(remove_duplicate=False)

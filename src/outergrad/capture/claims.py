@@ -1,4 +1,4 @@
-"""Which session owns a parameter, and the hooks of others, held until its gradient is the mean."""
+"""Sessions' claims on parameters, and hooks of others, deferred until the gradient is the mean."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _Hooks = MutableMapping[int, Callable[..., Any]]
 
 
 class Claim:
-    """A hook of a parameter: marks it as a session's, which lives as long as the parameter so.
+    """A parameter hook that marks the parameter as a session's and keeps the session alive.
 
-    Python's garbage collector looks through a hook of `register_hook` at its owner, so that both
-    go together when nobody else has either.
+    Python's garbage collector traverses hooks of `register_hook`, so parameter and owner are freed
+    together when nothing else refers to either.
 
     Args:
         parameter: requires a gradient.
-        owner: what is kept alive.
+        owner: the object that the hook keeps alive.
     """
 
     def __init__(self, parameter: nn.Parameter, owner: Any) -> None:
@@ -31,22 +31,22 @@ class Claim:
         self._handles: list[RemovableHandle] = [parameter.register_hook(self._before)]
 
     def remove(self) -> None:
-        """Takes the hooks away."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def _before(self, gradient: Tensor | None) -> None:
-        """Called before a backward accumulates a gradient; nothing to do."""
+        """Called before a backward accumulates a gradient; does nothing here."""
 
 
 def is_claimed(p: nn.Parameter) -> bool:
-    """Whether the parameter belongs to a session."""
+    """True if a session has claimed the parameter."""
     hooks = (p._backward_hooks or {}).values()
     return any(isinstance(getattr(hook, "__self__", None), Claim) for hook in hooks)
 
 
 def unclaim(p: nn.Parameter) -> None:
-    """Takes a session's hooks off a parameter."""
+    """Removes a session's hooks from a parameter."""
     for hook in list((p._backward_hooks or {}).values()):
         claim = getattr(hook, "__self__", None)
         if isinstance(claim, Claim):
@@ -54,38 +54,34 @@ def unclaim(p: nn.Parameter) -> None:
 
 
 class _Held:
-    """Stands in the place of a hook, which autograd calls too early.
+    """Placeholder for a hook that autograd would call too early.
 
-    It does not hold the parameter, as the collector does not look through hooks of this kind.
-
-    Attributes:
-        hook: the hook.
+    It does not refer to the parameter: the garbage collector does not traverse hooks of this kind,
+    so a cycle through one would never be freed.
     """
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook = hook
 
     def __call__(self, *_: Any) -> None:
-        """Nothing yet."""
+        """Does nothing: `run` calls the hook later."""
 
     def run(self, parameter: nn.Parameter) -> None:
-        """What autograd would have done."""
         self.hook(parameter)
 
 
 class _HeldOfNode(_Held):
-    """The same of a hook of the node that accumulates the gradient: it is called as a node's."""
+    """Placeholder for a hook of the accumulator node, called with a node hook's arguments."""
 
     def run(self, parameter: nn.Parameter) -> None:
-        """What autograd would have done."""
         self.hook((), (parameter.grad,))
 
 
 class ReadyHook:
-    """A post-accumulate hook of a claim, which it does not keep alive.
+    """A post-accumulate hook that holds its claim weakly.
 
-    The collector does not look through post-accumulate hooks: what one holds stays for ever, if
-    that holds the parameter.
+    The garbage collector does not traverse post-accumulate hooks: an object that one holds and that
+    refers to the parameter would never be freed.
     """
 
     def __init__(self, claim: Any) -> None:
@@ -93,14 +89,14 @@ class ReadyHook:
 
     @untraced
     def __call__(self, _: Tensor) -> None:
-        """Autograd has nothing more for the parameter in this backward."""
+        """Called when autograd has accumulated all it has for the parameter in this backward."""
         claim = self._claim()
         if claim is not None:  # the other hook keeps it as long as the parameter lives
             claim._ready()
 
 
 class HookedClaim(Claim):
-    """A claim that hears of every gradient of its parameter, before anybody else's hooks do.
+    """A claim that is notified of every gradient of its parameter, before hooks of others run.
 
     Args:
         parameter: as for `Claim`.
@@ -108,7 +104,7 @@ class HookedClaim(Claim):
         ready: called when a backward has accumulated all that it has for the parameter.
 
     Attributes:
-        hooks: those that others registered on the parameter.
+        hooks: the hooks that others registered on the parameter.
     """
 
     ready_hook: type[ReadyHook] = ReadyHook
@@ -117,27 +113,27 @@ class HookedClaim(Claim):
         super().__init__(parameter, owner)
         self._ready = ready
         self._handles.append(parameter.register_post_accumulate_grad_hook(self.ready_hook(self)))
-        self.hooks = HeldHooks(parameter)  # which holds those from before, called before ours
+        self.hooks = HeldHooks(parameter)  # defers hooks registered before ours, too
 
     def remove(self) -> None:
-        """Takes the hooks away; those of others are called by autograd again."""
+        """Removes the hooks; autograd calls those of others again."""
         super().remove()
         self.hooks.release()
 
 
 class HeldHooks:
-    """The hooks behind the accumulation of one parameter's gradient that are not the session's.
+    """Post-accumulate hooks of others on one parameter, deferred until the session runs them.
 
-    They are an optimizer's step in backward, take the gradient to somewhere else (`main_grad`), or
-    change it, so they have to see what `backward()` leaves in `param.grad`. Handles that were
-    returned for them stay valid.
+    Such a hook makes an optimizer step in backward, moves the gradient elsewhere (`main_grad`), or
+    changes it. So it has to see the gradient that `backward()` leaves in `param.grad`. Handles
+    that were returned for the hooks stay valid.
 
     Args:
-        parameter: whose.
+        parameter: the parameter.
 
     Attributes:
-        of_node: hooks of the node that accumulates the gradient, by which older libraries, and
-            `torch.distributed.optim._apply_optimizer_in_backward`, hear of it.
+        of_node: hooks of the node that accumulates the gradient, as older libraries and
+            `torch.distributed.optim._apply_optimizer_in_backward` register them.
     """
 
     def __init__(self, parameter: nn.Parameter) -> None:
@@ -147,12 +143,12 @@ class HeldHooks:
         self.hold()
 
     def follow_node(self) -> None:
-        """The parameter may have another node than before, which has hooks of its own."""
+        """Looks up the hooks of the parameter's accumulator node, which may be a new one."""
         p = self._parameter
         self.of_node = _hooks_of_node(p) if p.requires_grad else {}
 
     def hold(self) -> None:
-        """Holds those that came since; before a backward comes to calling them."""
+        """Defers hooks that were added since; called before a backward would call them."""
         hooks = self._parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
         if hooks and len(hooks) > 1:
             for key in [key for key, hook in hooks.items() if _is_foreign(hook)]:
@@ -163,15 +159,15 @@ class HeldHooks:
 
     @property
     def any(self) -> bool:
-        """Whether there are any."""
+        """True if the parameter has hooks of others."""
         self.hold()
         return bool(self._places())
 
     def run(self) -> bool:
-        """Calls them, in the order in which autograd would.
+        """Calls the deferred hooks, in autograd's order.
 
         Returns:
-            Whether the parameter, or what was in its `grad`, is another one now.
+            True if they changed the parameter in place, or set or removed its `grad`.
         """
         p = self._parameter
         before = p._version, p.grad is None
@@ -180,7 +176,7 @@ class HeldHooks:
         return (p._version, p.grad is None) != before
 
     def release(self) -> None:
-        """Gives autograd its hooks back."""
+        """Puts the original hooks back, so that autograd calls them."""
         for hooks, key in self._places():
             hooks[key] = hooks[key].hook
 
@@ -192,9 +188,9 @@ class HeldHooks:
 
 
 def with_any(hooks: Mapping[str, HeldHooks]) -> list[str]:
-    """The names of those parameters that have hooks of others, in their order."""
+    """Returns the names of the parameters that have hooks of others, in the mapping's order."""
     found = []
-    for name, held in hooks.items():  # without a call for each: mostly there are none
+    for name, held in hooks.items():  # inline tests spare most calls: hooks of others are rare
         p = held._parameter
         own = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
         if (len(own or ()) > 1 or held.of_node) and held.any:
@@ -207,11 +203,8 @@ def _is_foreign(hook: Callable[..., Any]) -> bool:
 
 
 def _hooks_of_node(p: nn.Parameter) -> _Hooks:
-    """The dict in which the hooks of the node that accumulates a gradient are, and will be.
-
-    Only a handle knows it, so a hook is registered, and removed at once.
-    """
-    node = get_gradient_edge(p).node  # which may go when nobody holds it, and its dict with it
+    # Only a handle refers to the dict of a node's hooks, so one is registered and removed at once.
+    node = get_gradient_edge(p).node  # unless somebody holds it, the node and its dict are freed
     handle = node.register_hook(lambda *_: None)
     hooks = handle.hooks_dict_ref()
     handle.remove()

@@ -1,4 +1,4 @@
-"""A module computes by another forward, or tells of its calls, and is the same otherwise."""
+"""Class swaps: a module gets another forward, or reports its calls, and is otherwise unchanged."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from outergrad.capture.untappable import is_traced
 class ClassSwap:
     """Gives one module a subclass of its class, of the same name, with another forward.
 
-    All else lives in the subclass's forward, not in the module: state_dict, `vars(module)`, copies
+    All state lives in the subclass's forward, not in the module: state_dict, `vars(module)`, copies
     and pickles are those of the plain module.
 
     Args:
         module: the module.
-        forward: what to call in place of its own forward, unless that is being traced.
-        in_graphs: what torch.compile traces instead, where there will be a backward; without it,
-            forward is called outside of its graphs.
+        forward: called instead of the module's own forward, unless the call is being traced.
+        in_graphs: the function that torch.compile traces instead if gradients are enabled; without
+            it, the graph breaks and `forward` is called.
 
     Attributes:
-        rests: whether the module computes by its own forward for now, outside of graphs; in a
-            backward, which computes a forward of before again, it does as it is told there.
-        rested: set by a forward in which it rested.
+        rests: True while calls outside of graphs go to the module's own forward. A recomputation
+            in a backward goes to `forward` all the same.
+        rested: True once a forward has run while `rests` was set.
     """
 
     rests = rested = False
@@ -46,7 +46,7 @@ class ClassSwap:
         self._own = module.__class__ = _subclass(self._plain, body)
 
     def plain_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
+        """Calls the module's own forward."""
         return self._plain.forward(self._module, *args, **kwargs)
 
     def restore(self) -> None:
@@ -55,12 +55,12 @@ class ClassSwap:
 
 
 class CallSwap:
-    """Gives one module a subclass of its class, which says when the module is called.
+    """Gives one module a subclass of its class that reports each call of the module.
 
-    Its forward, and so its signature, stays its own, and so do graphs of torch.compile.
+    The module's forward, its signature and graphs of torch.compile stay unchanged.
 
     Args:
-        module: the module, which it does not keep alive.
+        module: the module, held weakly.
         before: called before each call of the module, but not in graphs.
     """
 
@@ -77,7 +77,7 @@ class CallSwap:
 
 
 def _take_out(module: nn.Module, own: type[nn.Module], plain: type[nn.Module]) -> None:
-    """Takes a subclass away, also from below those that `parametrize` has made of it since."""
+    """Removes a subclass, also as a base of classes that `parametrize` has derived from it."""
     if type(module) is own:
         module.__class__ = plain
     for above in type(module).__mro__:
@@ -138,7 +138,8 @@ def _subclass(plain: type[nn.Module], body: Mapping[str, Any]) -> type[nn.Module
             "torch.jit.script(copy.deepcopy(model)), or call session.detach() first"
         )
 
-    first = vars(plain).get("_before_swaps", plain)  # a module may be swapped twice
+    # A module may be swapped twice: the original class is the first one.
+    first = vars(plain).get("_before_swaps", plain)
     same = {
         "_before_swaps": first,
         "__module__": plain.__module__,
@@ -151,7 +152,7 @@ def _subclass(plain: type[nn.Module], body: Mapping[str, Any]) -> type[nn.Module
 
 
 def is_swappable(module: nn.Module) -> bool:
-    """Whether a module can be given a subclass of its class."""
+    """True if the module can be given a subclass of its class."""
     plain = type(module)
     try:
         module.__class__ = _made(plain, {})
@@ -162,12 +163,12 @@ def is_swappable(module: nn.Module) -> bool:
 
 
 def _made(plain: type[nn.Module], body: Mapping[str, Any]) -> type[nn.Module]:
-    """A subclass, of which neither `__init_subclass__` nor a metaclass is told.
+    """Creates a subclass past custom metaclasses and, unless it has slots, `__init_subclass__`.
 
-    These may want arguments, keep a register of classes, or allow no subclass.
+    These may require arguments, keep a registry of classes, or forbid subclasses.
 
     Raises:
-        TypeError: there can be none.
+        TypeError: the class allows no subclass.
     """
     if issubclass(plain, torch.jit.ScriptModule):
         raise TypeError(f"{plain.__name__} runs in TorchScript, by no forward in Python")
@@ -177,8 +178,9 @@ def _made(plain: type[nn.Module], body: Mapping[str, Any]) -> type[nn.Module]:
     if teller in (object, Generic):
         return new(meta, plain.__name__, (plain,), dict(body))
     try:
+        # Only the bases given at creation are told of a subclass, so the real one is set later.
         own = new(meta, plain.__name__, (nn.Module,), dict(body))
         type.__setattr__(own, "__bases__", (plain,))
-    except TypeError:  # a class with slots is laid out in another way
+    except TypeError:  # a class with slots has another memory layout
         own = new(meta, plain.__name__, (plain,), dict(body))
     return own

@@ -1,9 +1,10 @@
-"""Taps in the graphs of torch.compile: operators that it calls and does not look into.
+"""Taps in graphs of torch.compile: opaque operators with side effects.
 
-A graph has no place for Python objects, and what autograd runs of it is one node, of which one
-learns in its forward alone. So a tap in a graph is three operators with effects, which are neither
-left out nor joined nor computed again: one tells in forward that rows were tapped, and by which
-node their delta will come; one that rows were not; and one hands activations and delta on.
+A graph cannot contain Python objects. Autograd runs it as one node, which is accessible only during
+its forward. So a tap in a graph consists of operators with effects, which the compiler neither
+removes, merges nor recomputes. `use` reports in forward that rows were tapped, and the node that
+will deliver their delta. `rows` reports rows that were not tapped. `delta` passes activations and
+delta to the layer in backward.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from outergrad.capture.engine import untraced
 
 
 class GraphSink(Protocol):
-    """A layer that is told what happens to it in compiled graphs."""
+    """A layer that receives the events of its compiled graphs."""
 
     def on_graph_use(self, slot: int, node: Any, a: Tensor, dtype: torch.dtype) -> None:
-        """A product of a was tapped in forward; a node of autograd will bring its delta."""
+        """Called in forward when a product of a was tapped; the node will deliver its delta."""
         ...
 
     def on_graph_rows(self, x: Tensor) -> None:
-        """The layer's input passed in forward, and was not tapped."""
+        """Called in forward with the layer's input when it was not tapped."""
         ...
 
     def on_graph_delta(self, slot: int, a: Tensor, delta: Tensor) -> None:
-        """A delta has arrived; both tensors are the graph's, which will write to them again."""
+        """Called in backward with a delta; the graph will overwrite the memory of both tensors."""
         ...
 
 
@@ -42,7 +43,7 @@ _keys = count()
 
 
 def key_of(sink: GraphSink) -> int:
-    """What stands for a layer in graphs; it is not kept alive by it."""
+    """Returns a number that stands for a layer in graphs; the layer is held weakly."""
     key = next(_keys)
     _sinks[key] = sink
     return key
@@ -83,14 +84,14 @@ for _name, _arguments, _run in (
 
 
 class GraphTap(torch.autograd.Function):
-    """The identity, as `Tap` is; the compiler keeps its operators, and nothing of it.
+    """The identity, like `Tap`; the compiled graph contains only the operators that it calls.
 
-    It takes the parameters as inputs so that backward reaches them.
+    The parameters are inputs so that backward reaches them.
     """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, a: Tensor, key: int, slot: int, *params: Tensor) -> Tensor:
-        """Counts a use of the layer, and keeps a."""
+        """Reports a use of the layer and saves a."""
         torch.ops.outergrad.use(a, key, slot, y.dtype)
         ctx.save_for_backward(a)
         ctx.place = key, slot
@@ -100,15 +101,15 @@ class GraphTap(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, *deltas: Tensor) -> tuple[Any, ...]:
-        """Hands (a, delta) to the layer; the delta goes on."""
+        """Passes (a, delta) to the layer, and returns the delta."""
         torch.ops.outergrad.delta(deltas[0], ctx.saved_tensors[0], *ctx.place)
         return deltas[0], *(None for _ in ctx.needs_input_grad[1:])
 
 
 def _node() -> Any:
-    """The node of autograd whose forward runs: of the compiled graph, or of the tap itself.
+    """Returns the autograd node whose forward runs: the compiled graph's, or the tap's.
 
-    It is the context of that forward, which is all that there is of it so far.
+    No tensor refers to the node yet, so it is found as the context of that forward on the stack.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -121,4 +122,5 @@ def _node() -> Any:
 def _is_forward(code: CodeType) -> bool:
     if code is GraphTap.forward.__code__:
         return True
+    # AOTAutograd's CompiledFunction
     return code.co_name == "forward" and code.co_filename.endswith("runtime_wrappers.py")

@@ -1,4 +1,4 @@
-"""What is asked of autograd's engine and of torch.compile: which backward runs, what it reaches."""
+"""Queries of autograd's engine about the current backward, and exclusion from torch.compile."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def untraced(function: Function) -> Function:
-    """The function, of which nothing is traced when it is called from outside of a graph.
+    """Excludes a function and all it calls from torch.compile's tracing, and returns it.
 
-    A compiled function that calls `backward` would else have traced what our hooks do there. As
-    `torch.compiler.disable`, without the time that its import and its calls take.
+    Otherwise our hooks would be traced when a compiled function calls `backward`. It does the same
+    as `torch.compiler.disable`, without the time that its import and its calls take.
     """
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     if code is not None:
@@ -39,52 +39,54 @@ def untraced(function: Function) -> Function:
 
 
 def itself_untraced(function: Function) -> Function:
-    """The function; of what it calls from outside of a graph is traced what would be without it."""
+    """Excludes a function, but not the functions it calls, from tracing, and returns it."""
     eval_frame.set_code_exec_strategy(function.__code__, _ITSELF)  # type: ignore[attr-defined]
     return function
 
 
 current_task: Callable[[], int] = torch._C._current_graph_task_id
-"""Identity of the backward that runs in this thread, or NO_TASK."""
+"""Returns the id of the backward (graph task) that runs in this thread, or NO_TASK."""
 
 
 def will_run(node: Any) -> bool:
-    """Whether the current backward reaches a node; not if that is None, because it is gone.
+    """True if the current backward reaches a node; False for None, a node that is gone.
 
     Raises:
-        RuntimeError: it is a parameter's, and `torch.autograd.grad` returns its gradient instead.
+        RuntimeError: the node accumulates a parameter's gradient, which `torch.autograd.grad`
+            returns instead.
     """
     if node is None:
         return False
     if torch._C._will_engine_execute_node(node):
         return True
-    return node is torch._C._current_autograd_node()  # where a backward starts, torch forgets it
+    # The engine's set of nodes lacks the root, where a backward starts: compare the running node.
+    return node is torch._C._current_autograd_node()
 
 
 def in_distributed_autograd() -> bool:
-    """Whether `torch.distributed.autograd` (RPC) is at work, whose engine runs other nodes."""
+    """True during a `torch.distributed.autograd` (RPC) backward, whose engine runs other nodes."""
     module = sys.modules.get("torch.distributed.autograd")
     try:
         about = {} if module is None else module._get_debug_info()
-    except (RuntimeError, AttributeError):  # RPC has not begun, or is over
+    except (RuntimeError, AttributeError):  # RPC is not initialised, or was shut down
         return False
     return int(about.get("num_current_backward_passes", 0)) > 0
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Runs an `untraced` callback when the current backward has succeeded, before it returns."""
+    """Queues an `untraced` callback that runs before the current backward returns without error."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
 def is_nested() -> bool:
-    """Whether the current backward was started by another one: by a custom function, or a hook.
+    """True if the current backward was started within another one, by a custom function or a hook.
 
-    Autograd has a thread per CUDA device, where nothing is seen of a top-level call: there a
-    backward that a hook has started is not told from one.
+    Autograd has a thread per CUDA device, whose stack does not show the top-level call. There, a
+    backward that a hook starts looks like a top-level one.
     """
     runs, frame = 0, sys._getframe()
     while frame is not None:
-        if runs and id(frame.f_code) in _NODES:  # hashing code would read all of it
+        if runs and id(frame.f_code) in _NODES:  # the id, as hashing a code object reads all of it
             return True
         runs += frame.f_code is _RUN
         frame = frame.f_back
@@ -92,11 +94,11 @@ def is_nested() -> bool:
 
 
 def refuse_nested_backward() -> None:
-    """Checks that the backward that leaves gradients in parameters is not a nested one.
+    """Raises if the current backward, which leaves gradients in parameters, is nested in another.
 
     Raises:
-        RuntimeError: it is, as in reentrant checkpointing: parameters would be "ready" once per
-            checkpoint, and the sites would exchange parts of a step.
+        RuntimeError: it is nested, as in reentrant checkpointing. Parameters would be "ready" once
+            per checkpoint, and the sites would exchange parts of a step.
     """
     if is_nested():
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Which layers the graphs of torch.compile tap."""
+"""Choice of the layers that graphs of torch.compile tap."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from outergrad.capture.tapped_layer import TappedLayer
 
 
 class GraphTaps:
-    """Changes what is tapped twice at most: to compile a graph takes long.
+    """Changes the set of tapped layers at most twice, since each change recompiles the graphs.
 
-    What the first step does not want is not tapped; as soon as something of it is wanted again,
-    everything is, from then on: it costs little more than a gradient of autograd's.
+    Layers that the first step does not choose are not tapped. As soon as a later step chooses one
+    of them, all layers are tapped for good: a tap costs little more than autograd's own gradient.
     """
 
     def __init__(self) -> None:
         self._settled, self._off = False, set[TappedLayer]()
 
     def follow(self, tap_next: Mapping[TappedLayer, bool]) -> None:
-        """Takes in what a step has chosen for the next one."""
+        """Applies the choice of the layers that a step wants tapped in the next one."""
         if not self._settled:
             self._settled = True
             self._off = {layer for layer, taps in tap_next.items() if not taps}

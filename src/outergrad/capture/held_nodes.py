@@ -1,8 +1,8 @@
-"""Sessions hold nodes of autograd, and let go of them while Python looks for garbage.
+"""Release of a session's autograd nodes before Python's full garbage collections.
 
-A node that accumulates a gradient owns its parameter, which Python's collector cannot see: while a
-session holds one, the parameter is in use, with the hooks on it, the session behind these, and the
-model. So a session and a model that nobody has any more would stay for ever.
+A node that accumulates a gradient owns its parameter, which Python's garbage collector cannot see.
+While a session holds such a node, the parameter counts as in use, and so do the hooks on it, their
+session and the model. So a session and a model that are otherwise unreachable would never be freed.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, Protocol
 from weakref import ref
 
 _WHOLE = 2 if sys.version_info < (3, 14) else 1
-"""The generation that holds what is old. Younger ones are looked through often, and find no session
+"""Generation of a full collection. Younger generations are collected often, and contain no session
 that has made a step."""
 
 
 class Holder(Protocol):
-    """Who holds nodes."""
+    """An object that holds autograd nodes."""
 
     def let_go_of_nodes(self) -> None:
-        """Holds none, until it needs them again: any thread may call it, at any time."""
+        """Drops the nodes until they are needed again; called in any thread, at any time."""
         ...
 
 
@@ -32,7 +32,7 @@ _holders: tuple[ref[Any], ...] = ()
 
 
 def holds_nodes(holder: Holder) -> None:
-    """Lets a holder know when Python looks for garbage."""
+    """Registers a holder, held weakly, to drop its nodes before each full collection."""
     global _holders
     _install()
     with _lock:

@@ -1,4 +1,4 @@
-"""Tensors of a layer that are read after its own backward, when its message starts."""
+"""Tensors of a layer, kept from its backward until its message starts, and checked for changes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from outergrad.core.protocols import Rule
 from outergrad.core.types import Call, Factors
 
 _WATCHED = 2
-"""Backwards of a layer in which copies are compared with what they are of."""
+"""Number of a layer's backwards in which its tensors are compared with copies."""
 
 _FEW = 1 << 20
-"""Elements of which copies are kept in these, however small the weight is."""
+"""Number of elements that are copied in these backwards however small the weight is."""
 
 
 class Alarm:
-    """Counts how often tensors of some layer of a model were lost: then all layers are watched."""
+    """Count of lost tensors in a model; each loss makes all layers compare with copies again."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -30,18 +30,18 @@ class Alarm:
 class Keeper:
     """Keeps the tensors of a layer's uses from its own backward until its message starts.
 
-    In between, somebody else may write to their memory or free it: a workspace that several
-    backwards share, an in-place operation on a delta that another branch has, too, a hook that
-    frees activations. In the first backwards of the layer copies are kept, and compared with the
-    tensors when they are read, byte by byte: if anything differs, the copies count, and copies are
-    kept for good. Later the version and the address of each tensor tell, which cost nothing; they
-    do not tell of writes through `.data` or pointers that begin later.
+    In between, other code may overwrite or free their memory: several backwards share a workspace,
+    an in-place operation changes a delta that another branch has, too, or a hook frees activations.
+    In the layer's first backwards, copies are made. They are compared with the tensors, value by
+    value, when these are read. If a value differs, the copies are used, and copies are made for
+    good. In later backwards only the version and the address of each tensor are compared, which
+    costs nothing. They do not reveal writes through `.data` or pointers that begin later.
 
     Args:
         param: full name of a parameter of the layer.
-        numel: of its weight. Where the tensors have more than twice as many elements, they are
-            not copied before somebody has been seen to write to some layer's.
-        alarm: of the model.
+        numel: number of elements of its weight. Tensors with more than twice as many, and more than
+            2^20, are not copied before tensors of some layer of the model were lost.
+        alarm: the model's count of lost tensors.
     """
 
     def __init__(self, param: str, numel: int, alarm: Alarm) -> None:
@@ -51,7 +51,7 @@ class Keeper:
         self._task, self._left = NO_TASK, _WATCHED
 
     def keep(self, tensors: Sequence[Tensor]) -> Kept:
-        """Takes tensors as they are now."""
+        """Records the tensors as they are now, with copies where due."""
         if self._heard != self._alarm.count:
             self._heard, self._left, self._most = self._alarm.count, _WATCHED, inf
         if not (self.copies or self._left):
@@ -63,7 +63,7 @@ class Keeper:
         return Kept(self, tensors, _copied(tensors) if few else None)
 
     def lost(self) -> OverwrittenError:
-        """Tensors of which there is no copy have changed: there will be from now on."""
+        """Returns the error for changed tensors without copies; copies are made from now on."""
         self.copies = True
         self._alarm.count += 1
         return OverwrittenError(self._param)
@@ -76,12 +76,12 @@ class Keeper:
 
 
 class Kept:
-    """Tensors as they were in the backward of their layer.
+    """Tensors with the values that they had in the backward of their layer.
 
     Args:
-        keeper: of the layer.
-        tensors: as autograd has them.
-        copies: of these, where they are compared.
+        keeper: the layer's keeper.
+        tensors: autograd's tensors, or copies that nobody else has.
+        copies: copies to compare with, if any.
     """
 
     __slots__ = ("_copies", "_keeper", "_marks", "_tensors")
@@ -93,10 +93,10 @@ class Kept:
         self._marks = _marks(tensors)
 
     def __call__(self) -> Sequence[Tensor]:
-        """The tensors, with the values that they had.
+        """Returns the tensors, or their copies where the values have changed.
 
         Raises:
-            OverwrittenError: they have been written to or freed, and there are no copies.
+            OverwrittenError: the tensors were overwritten or freed, and there are no copies.
         """
         intact = self._marks == _marks(self._tensors)
         if self._copies is None:
@@ -109,17 +109,16 @@ class Kept:
         return self._copies
 
     def factors(self, rule: Rule, module: nn.Module, slot: int) -> Factors:
-        """The rows of one use of a layer, whose activations and delta these are.
+        """Returns the rows of one use of a layer, from its activations and delta kept here.
 
         Raises:
-            OverwrittenError: as above.
+            OverwrittenError: as for a call.
         """
         return rule.factors(module, slot, Call(*self()))
 
 
 def _marks(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Versions and addresses; of the two tensors of a product without a loop, for every layer."""
-    if len(tensors) == 2:
+    if len(tensors) == 2:  # of a product: without a loop, as it is called for every layer
         a, d = tensors
         return a._version, d._version, a.data_ptr(), d.data_ptr()
     return *(t._version for t in tensors), *(t.data_ptr() for t in tensors)
@@ -130,7 +129,7 @@ def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _is_same(t: Tensor, copy: Tensor) -> bool:
-    """Whether all values are, NaN too."""
+    """True if all values are equal, NaN to NaN."""
     if torch.equal(t, copy):
         return True
     return bool(((t == copy) | ((t != t) & (copy != copy))).all())

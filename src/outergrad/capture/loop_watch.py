@@ -1,4 +1,4 @@
-"""Which optimizers a training loop steps after each shared step: seen from outside."""
+"""Record of the optimizers that a training loop steps after each shared step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from outergrad.capture.optimizer_steps import SeenOptimizers, ignore, listen
 
 
 class LoopWatch(SeenOptimizers):
-    """Notes the steps of the optimizers that hold parameters of a model.
+    """Records the steps of the optimizers that hold parameters of a model.
 
-    What one loop has shown is remembered for the next, of which this site may have no batch.
+    The pattern of one loop is remembered for the next, in which this site may have no batch.
 
     Args:
-        names: of the parameters, by identity.
-        steps: how many steps have been shared until now.
+        names: full names of the parameters, by id.
+        steps: returns the number of shared steps so far.
     """
 
     def __init__(self, names: Mapping[int, str], steps: Callable[[], int]) -> None:
@@ -28,18 +28,18 @@ class LoopWatch(SeenOptimizers):
         self._usual: tuple[str, ...] = ()
 
     def begin(self) -> None:
-        """A loop begins."""
+        """Starts to record a loop."""
         self._first = self._steps()
         self._stepped.clear()
         listen(self)
 
     def end(self) -> None:
-        """It is over on all sites."""
+        """Stops recording, once the loop is over on all sites."""
         ignore(self)
 
     @contextmanager
     def passing_over(self) -> Iterator[None]:
-        """Steps meanwhile are not the loop's."""
+        """Context in which optimizer steps do not count as the loop's."""
         self._heeds = False
         try:
             yield
@@ -47,21 +47,21 @@ class LoopWatch(SeenOptimizers):
             self._heeds = True
 
     def learn(self) -> None:
-        """It is over here: learns what followed each step, if that was the same every time."""
+        """Learns, after this site's loop, the optimizers it stepped; none if steps differed."""
         made = range(self._first + 1, self._steps() + 1)
         patterns = {tuple(self._stepped.get(step, ())) for step in made}
         if patterns:
             self._usual = patterns.pop() if len(patterns) == 1 else ()
 
     def repeat(self) -> None:
-        """Does what the loop does after a shared step."""
+        """Steps the optimizers that the loop steps after each shared step."""
         optimizers = self.present
         for name in self._usual:
             if name in optimizers:
                 optimizers[name].step()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped."""
+        """Records the step of an optimizer."""
         holder = self.holder(optimizer)
         if holder is not None and self._heeds:
             super().after_step(optimizer)

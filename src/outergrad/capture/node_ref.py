@@ -1,4 +1,4 @@
-"""Weak references to nodes of autograd's graph, and the uses of a slot whose graphs are alive."""
+"""Weak references to autograd nodes, and the uses of a slot whose graphs are alive."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _TRIES, _PAUSE_S = 20, 0.05
 
 
 class NodeRef:
-    """A weak reference to a node of a custom function, which is true even if Python lost it.
+    """A weak reference to a custom function's node, valid even if Python has cleared it by mistake.
 
-    Python's garbage collector looks through a tensor at its node only while it finds each to be
-    the sole owner of the next, and a thread without the interpreter's lock may change that while
-    the collector of another one looks. It then takes the node for garbage, clears the references
-    to it, and finds that it lives. The collector does not look at arrays: a reference to one that
-    the node holds lasts as long as the node, and by it the node is found again.
+    Python's garbage collector traverses a tensor to its node only while each is the sole owner of
+    the next. A thread without the interpreter's lock may change that while another thread collects.
+    The collector then takes the node for garbage, clears the weak references to it, and finds it
+    alive. It does not track arrays: a weak reference to an array that the node holds lasts as long
+    as the node, and through it the node is found again.
     """
 
     __slots__ = ("_kind", "_node", "_token")
@@ -35,10 +35,10 @@ class NodeRef:
         self._node, self._token, self._kind = ref(node), ref(token), ref(type(node))
 
     def __call__(self) -> Any:
-        """The node; None if it is gone.
+        """Returns the node, or None if it is gone.
 
         Raises:
-            RuntimeError: it lives, and cannot be found.
+            RuntimeError: the node is alive, but cannot be found.
         """
         node = self._node()
         if node is None and self.lives():
@@ -46,11 +46,11 @@ class NodeRef:
         return node
 
     def lives(self) -> bool:
-        """Whether it is not gone."""
+        """True while the node exists."""
         return self._token() is not None
 
     def _found(self) -> Any:
-        """The node again; a collection that still runs may hide it for a moment."""
+        # Several tries, as a collection that still runs may hide the node for a moment.
         for _ in range(_TRIES):
             token, kind = self._token(), self._kind()
             if token is None or kind is None:
@@ -67,10 +67,7 @@ class NodeRef:
 
 
 def _holder(token: np.ndarray, kind: type) -> Any:
-    """The node with a token, or None; looks through all objects once, which is rare.
-
-    Each node refers to its class.
-    """
+    # Each node refers to its class. The search walks all objects, but is rarely needed.
     for node in gc.get_referrers(kind):
         if type(node) is kind and vars(node).get(_TOKEN, [None])[0] is token:
             return node
@@ -84,9 +81,9 @@ class LiveUse(NamedTuple):
     """One use of a slot in forward.
 
     Attributes:
-        node: of its tap, as long as it lives.
-        rows: N.
-        dtype: of its output.
+        node: weak reference to the tap's node.
+        rows: N, the number of rows.
+        dtype: dtype of the output.
     """
 
     node: NodeRef
@@ -95,32 +92,32 @@ class LiveUse(NamedTuple):
 
 
 class LiveUses:
-    """The uses of one slot that a backward may still reach; others are dropped in time."""
+    """Uses of one slot that a backward may still reach; dead ones are dropped as uses are added."""
 
     def __init__(self) -> None:
         self._uses: list[LiveUse] = []
         self._most = _FEW
 
     def add(self, node: Any, rows: int, dtype: torch.dtype) -> None:
-        """Takes in a new one."""
+        """Adds a use, whose node is held weakly."""
         if len(self._uses) >= self._most:
             self._uses = [use for use in self._uses if use.node.lives()]
             self._most = max(_FEW, 2 * len(self._uses))
         self._uses.append(LiveUse(NodeRef(node), rows, dtype))
 
     def any_alive(self) -> bool:
-        """Whether a backward may still reach some; forgets the others."""
+        """True if a backward may still reach a use; drops dead ones."""
         self._uses = [use for use in self._uses if use.node.lives()] if self._uses else self._uses
         return bool(self._uses)
 
     def reached(self) -> list[LiveUse]:
-        """Those that the current backward will come to; those that are gone are dropped."""
+        """Returns the uses that the current backward will reach; drops dead ones."""
         nodes = [(use, use.node()) for use in self._uses]
         self._uses = [use for use, node in nodes if node is not None]
         return [use for use, node in nodes if node is not None and will_run(node)]
 
     def told(self, node: Any) -> str:
-        """What is known of one that was not expected, for an error message."""
+        """Describes an unexpected node and the known uses, for an error message."""
         known = "known" if any(use.node() is node for use in self._uses) else "unknown"
         within = "in" if will_run(node) else "not in"
         alive = sum(use.node.lives() for use in self._uses)

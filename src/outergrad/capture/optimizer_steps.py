@@ -1,7 +1,8 @@
-"""Every reliance on the inside of optimizers: who hears of their steps, and how they are counted.
+"""Listeners to optimizer steps, and step counters: all that relies on optimizers' internals.
 
-PyTorch's hooks for all optimizers of the process are registered once and stay: ranks may be
-threads, and a hook that comes or goes while another thread runs through them would end its step.
+PyTorch's hooks for all optimizers of the process are registered once and stay. Ranks may be
+threads, and adding or removing a hook while another thread iterates over them would make that
+thread's step raise.
 """
 
 from __future__ import annotations
@@ -25,31 +26,31 @@ from torch.optim.optimizer import (
 
 
 class StepListener(Protocol):
-    """Who is told of the steps of all optimizers in this process."""
+    """Receives the steps of all optimizers in this process."""
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step."""
+        """Called before an optimizer steps."""
         ...
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped."""
+        """Called after an optimizer has stepped."""
         ...
 
     def skipped_step(self, optimizer: Optimizer) -> None:
-        """A `GradScaler` has found an overflow and did not let it step."""
+        """Called when a `GradScaler` has skipped an optimizer's step because of an overflow."""
         ...
 
 
 class Looking(Protocol):
-    """Who looks at what an optimizer is about to apply."""
+    """Inspects the gradients that an optimizer is about to apply."""
 
     def before_applying(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step."""
+        """Called before an optimizer steps."""
         ...
 
 
 class _Refs:
-    """Weakly held, in the order in which they came."""
+    """Weak references, in the order of registration."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -65,7 +66,7 @@ class _Refs:
 
 
 class _Lookers(_Refs):
-    """Also of steps within steps; graphs of torch.compile take no notice of them."""
+    """Registered inspections; nested steps are shown, too, but none in a graph of torch.compile."""
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not torch.compiler.is_dynamo_compiling():
@@ -75,7 +76,7 @@ class _Lookers(_Refs):
 
 
 class _Listeners(_Refs):
-    """Who counts steps; where there is somebody, a graph of torch.compile breaks for it."""
+    """Registered step listeners; if there are any, a step breaks a graph of torch.compile."""
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._refs:
@@ -102,19 +103,19 @@ class _Listeners(_Refs):
                 listener.after_step(optimizer)
 
     def _present(self) -> tuple[ref[Any], ...]:
-        """Nobody in a step that another optimizer's step makes: it is part of that one.
+        """Returns the listeners, but none in a nested step: it is part of the outer optimizer's.
 
-        Only one at a time is held: while it waits for other sites, which may be threads, theirs
-        may have to go.
+        They are weak references, of which callers resolve one at a time: a listener may wait for
+        other sites in threads of this process, whose own listeners may have to be freed meanwhile.
         """
         return () if _depth() > 1 else self._refs
 
 
 _LISTENERS, _LOOKERS = _Listeners(), _Lookers()
 _ATTEMPT = local()
-"""Of a thread: whether an optimizer has stepped since a `GradScaler` was asked to."""
+"""Per thread: `stepped` is true if an optimizer has stepped since `GradScaler.step` was called."""
 _STEP = Optimizer.profile_hook_step(lambda: None).__code__
-"""The code of every optimizer's `step`, which calls the hooks."""
+"""Code of PyTorch's wrapper around every optimizer's `step`, which calls the hooks."""
 
 
 @cache
@@ -125,7 +126,7 @@ def _install() -> None:
 
 
 def _telling_of_skips(step: Callable[..., Any]) -> Callable[..., Any]:
-    """`GradScaler.step`, which calls no hook where it does not let an optimizer step."""
+    """Wraps `GradScaler.step`, which calls no hook when it skips an optimizer's step."""
 
     @wraps(step)
     def told(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -160,40 +161,40 @@ def _depth() -> int:
 
 
 def listen(listener: StepListener) -> None:
-    """Tells it of every step of an optimizer, as long as it lives or until `ignore`."""
+    """Notifies a listener, held weakly, of every optimizer step until `ignore`."""
     _install()
     _LISTENERS.add(listener)
 
 
 def ignore(listener: StepListener) -> None:
-    """Tells it nothing any more."""
+    """Stops the notifications of a listener."""
     _LISTENERS.remove(listener)
 
 
 def look_at_steps(looking: Looking) -> None:
-    """Shows it every optimizer that is about to step, as long as it lives or until `look_away`."""
+    """Shows every optimizer that is about to step to an object, held weakly, until `look_away`."""
     _install_look()
     _LOOKERS.add(looking)
 
 
 def look_away(looking: Looking) -> None:
-    """Shows it nothing any more."""
+    """Stops the inspections of an object."""
     _LOOKERS.remove(looking)
 
 
 def held(optimizer: Optimizer) -> set[int]:
-    """Identities of its parameters."""
+    """Returns the ids of an optimizer's parameters."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def held_by_any(names: Mapping[int, str]) -> set[str]:
-    """Which parameters some optimizer of this process holds; looks through all its objects.
+    """Returns names of parameters that any optimizer of this process holds; searches all objects.
 
     Args:
-        names: of the parameters, by identity.
+        names: full names of the parameters, by id.
     """
-    # Not gc.get_objects(): a reference to a tuple that another thread is just filling in C fails
-    # there with a SystemError. Instances refer to their class.
+    # Instances refer to their class. gc.get_objects() would do, but fails with a SystemError on a
+    # tuple that another thread is just filling in C.
     referrers = gc.get_referrers(*_kinds(Optimizer))
     optimizers = (o for o in referrers if issubclass(type(o), Optimizer))
     return {names[key] for o in optimizers for key in names.keys() & held(o)}
@@ -204,23 +205,23 @@ def _kinds(kind: type) -> list[type]:
 
 
 class _Holders:
-    """Knows optimizers by the parameters of a model that they hold.
+    """Identifies optimizers by the parameters of a model that they hold.
 
     Args:
-        names: of the parameters, by identity.
+        names: full names of the parameters, by id.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self._names = names
 
     def holder(self, optimizer: Optimizer) -> str | None:
-        """The first name of a parameter that it holds; None if it holds nothing of the model."""
+        """Returns the first parameter of the model that an optimizer holds, by name, or None."""
         own = held(optimizer)
         return next((name for key, name in self._names.items() if key in own), None)
 
 
 class SeenOptimizers(_Holders):
-    """Remembers, weakly, the optimizers that hold parameters of a model and were seen to step."""
+    """Weak references to the optimizers that hold parameters of a model and have stepped."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__(names)
@@ -228,37 +229,37 @@ class SeenOptimizers(_Holders):
 
     @property
     def present(self) -> dict[str, Optimizer]:
-        """Those that are left, by the first parameter that they hold, in the order of names."""
+        """Living optimizers, by the first parameter that each holds, sorted by its name."""
         alive = {name: found() for name, found in sorted(self._found.items())}
         return {name: optimizer for name, optimizer in alive.items() if optimizer is not None}
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Nothing: it may yet be skipped."""
+        """Does nothing: the step may still be skipped."""
 
     def skipped_step(self, optimizer: Optimizer) -> None:
-        """Nothing: it has no state of it."""
+        """Does nothing: a skipped step creates no optimizer state."""
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped."""
+        """Remembers an optimizer of the model."""
         holder = self.holder(optimizer)
         if holder is not None:
             self._found[holder] = ref(optimizer)
 
 
 SAID = "session.stepped()"
-"""Stands for an optimizer among those that are counted: the user says that a step was made."""
+"""Key of `StepCounter.made` for steps that the user reports, in place of an optimizer's."""
 
 
 class StepCounter(_Holders):
     """Counts the steps of the optimizers that hold parameters of a model.
 
-    With several, an exchange is due when all of them have made k steps since the last one. One
-    that falls behind is waited for only until another has made k + 1, and one that did not step at
-    all between two exchanges is forgotten: so none can keep the sites apart for good.
+    With several, an exchange is due when all have made k steps since the last one. An optimizer
+    that falls behind is waited for only until another has made k + 1 steps. An optimizer that made
+    no step between two exchanges is forgotten. So none can prevent exchanges for good.
 
     Args:
-        params: of the model, by name.
-        k: steps between two exchanges.
+        params: parameters of the model, by name.
+        k: number of steps between two exchanges.
     """
 
     def __init__(self, params: Mapping[str, Tensor], k: int) -> None:
@@ -269,7 +270,7 @@ class StepCounter(_Holders):
         """Steps since the last exchange, by the first parameter that an optimizer holds."""
 
     def holder(self, optimizer: Optimizer) -> str | None:
-        """Also one that holds a flat tensor of which parameters are parts, as `p.data`."""
+        """Returns the first parameter that is held, by name, whole or as part of a flat tensor."""
         own = [p for group in optimizer.param_groups for p in group["params"]]
         self._held.update(self._names.keys() & map(id, own))
         found = super().holder(optimizer)
@@ -282,37 +283,37 @@ class StepCounter(_Holders):
 
     @property
     def unheld(self) -> list[str]:
-        """Names of the parameters that no optimizer holds which was seen to step."""
+        """Names of the parameters that no optimizer seen so far holds."""
         return [name for name, p in self._params.items() if id(p) not in self._held]
 
     def count(self, holder: str) -> None:
-        """One more step; one that is only said to be made is of all that were seen to step."""
+        """Counts a step; one that the user reports counts for all optimizers counted so far."""
         seen = [one for one in self.made if one != SAID] if holder == SAID else []
         for one in seen or [holder]:
             self.made[one] = self.made.get(one, 0) + 1
 
     @property
     def any_made(self) -> bool:
-        """Whether there has been a step since the last exchange."""
+        """True if a step was counted since the last exchange."""
         return any(self.made.values())
 
     @property
     def due(self) -> bool:
-        """Whether it is time for an exchange."""
+        """True if an exchange is due."""
         return self.reached(self._k)
 
     def reached(self, steps: int) -> bool:
-        """Whether so many have been made since the last exchange, by the same rule."""
+        """True if an exchange would be due with this number of steps for k."""
         made = self.made.values()
         return self.any_made and (min(made) >= steps or max(made) > steps)
 
     def restart(self) -> None:
-        """An exchange has taken place."""
+        """Starts a new count after an exchange; forgets optimizers that made no step."""
         self.made = {holder: 0 for holder, steps in self.made.items() if steps}
 
 
 def _storage(tensor: Tensor) -> int:
-    """Where its memory begins; 0 if it has none."""
+    """Returns the address of a tensor's storage; 0 if it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # sparse, or of a subclass without storage

@@ -1,4 +1,4 @@
-"""Parameters that a session watches: their nodes in autograd, and whether they are still there."""
+"""Parameters that a session watches: their accumulator nodes, hooks, and places in the model."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _will_run = torch._C._will_engine_execute_node
 
 
 NO_GRADIENT = (0, 0)
-"""The state of a `param.grad` that is None."""
+"""State of a `param.grad` that is None."""
 
 
 class ParameterSink(Protocol):
-    """Who is told what happens to parameters, in the order in which it happens.
+    """Receives the events of parameters, in their order.
 
     Attributes:
-        counted_task: a backward of which `on_counted` alone is told.
-        on_counted: as `on_ready`, of that one.
-        meets_hooks: set where a parameter that a backward reaches has hooks of others.
+        counted_task: id of a backward that is reported to `on_counted` alone.
+        on_counted: called in that backward instead of `on_ready`.
+        meets_hooks: set to True when a backward reaches a parameter that has hooks of others.
     """
 
     counted_task: int
@@ -40,28 +40,27 @@ class ParameterSink(Protocol):
     meets_hooks: bool
 
     def on_gradient(self, name: str) -> None:
-        """Autograd itself has a gradient for the parameter."""
+        """Called when autograd itself has a gradient for the parameter."""
         ...
 
     def on_written(self, name: str) -> None:
-        """A backward has written to `param.grad` itself, and given autograd nothing."""
+        """Called when a backward has written to `param.grad` itself and returned no gradient."""
         ...
 
     def on_ready(self, name: str) -> None:
-        """Everything that this backward has for the parameter is there."""
+        """Called when this backward has accumulated all it has for the parameter."""
         ...
 
     def on_stale(self, name: str) -> None:
-        """A gradient for the parameter has come by another node than the one that was watched."""
+        """Called when a gradient has arrived by another accumulator node than the watched one."""
         ...
 
 
 class _CountedHook(ReadyHook):
-    """The hook of a watched parameter: without a further call, since it is called for each."""
+    """The hook of a watched parameter; calls the sink directly, as it runs for every parameter."""
 
     @untraced
     def __call__(self, _: Tensor) -> None:
-        """Autograd has nothing more for the parameter in this backward."""
         watched = self._claim()
         if watched is None:
             return
@@ -82,37 +81,38 @@ class WatchedParameter(HookedClaim):
         self.dtype = parameter.dtype
         self._node: Node | None = get_gradient_edge(parameter).node
         self.marked: tuple[int, int] | None = None
-        """The state of `param.grad` when the backward began."""
+        """State of `param.grad` when the backward began; None before the first backward."""
         super().__init__(parameter, sink, partial(sink.on_ready, name))
 
     @property
     def node(self) -> Node | None:
-        """Which accumulates its gradient: the one of then, or, after `remove`, that of now."""
+        """The accumulator node: the one that is held, or else the current one; None if frozen."""
         held = self._node
         if held is None and self.parameter.requires_grad:
             return get_gradient_edge(self.parameter).node
         return held
 
     def remove(self) -> None:
-        """Takes the hooks away, and lets go of the node, which knows a shape that may change."""
+        """Removes the hooks, and drops the node, as it stores a shape that may change."""
         super().remove()
         self.let_go()
 
     def let_go(self) -> None:
-        """Of the node: until it is held again, it is looked up."""
+        """Drops the node; it is looked up on demand until one is held again."""
         self._node = None
 
     def accumulates(self) -> bool:
-        """Whether the current backward leaves a gradient in the parameter; raises as `reached`."""
+        """True if the current backward leaves a gradient in the parameter; raises as `reached`."""
         return bool(self.reached())
 
     def reached(self) -> bool | None:
-        """Whether the current backward leaves a gradient in it; None if it is returned instead.
+        """True if the current backward leaves a gradient in the parameter.
 
-        That is to another backward, which called `torch.autograd.grad`.
+        None if the backward was started by `torch.autograd.grad` in another backward, to which it
+        returns the gradient.
 
         Raises:
-            RuntimeError: it is returned, but not to another backward.
+            RuntimeError: the gradient is returned, but not to another backward.
         """
         try:
             held = self._node
@@ -126,13 +126,13 @@ class WatchedParameter(HookedClaim):
             ) from None
 
     def tappable(self) -> bool:
-        """Whether it is trained and nobody else has a hook that wants the local gradient."""
+        """True if the parameter is trained and no hook of others wants the local gradient."""
         hooks = self.parameter._backward_hooks
         return self.parameter.requires_grad and hooks is not None and len(hooks) == 1
 
     @untraced
     def _before(self, gradient: Tensor | None) -> None:
-        """Called whenever backward reaches the parameter; None if only taps feed it."""
+        """Called when a backward reaches the parameter, with None if only taps feed it."""
         counted, p = self._sink.counted_task == current_task(), self.parameter
         if not counted and not self._is_accumulated():
             return
@@ -146,16 +146,15 @@ class WatchedParameter(HookedClaim):
             self._sink.on_written(self.name)
 
     def state_of_grad(self) -> tuple[int, int]:
-        """Which tensor `param.grad` is, and its count of changes."""
+        """Returns the id of the tensor `param.grad` and its version counter."""
         grad = self.parameter.grad
         return NO_GRADIENT if grad is None else (id(grad), grad._version)
 
     def _is_written(self) -> bool:
-        """Whether a backward has written to `param.grad` itself, and given autograd nothing."""
         return self.marked is not None and self.marked != self.state_of_grad()
 
     def _is_accumulated(self) -> bool:
-        """Whether the gradient that has come is accumulated, not returned to another backward."""
+        """True if the gradient is accumulated, False if it is returned to another backward."""
         try:
             held = self._node
             runs = held is not None and _will_run(held)
@@ -181,7 +180,7 @@ def _double_backward(name: str) -> str:
 
 
 def hold_again(watched: Collection[WatchedParameter]) -> list[Node | None]:
-    """Has parameters hold the nodes that accumulate their gradients now; returns these."""
+    """Makes parameters hold their current accumulator nodes, and returns these."""
     nodes = accumulators([one.parameter for one in watched])
     for one, node in zip(watched, nodes, strict=True):
         if node is not one._node:
@@ -191,7 +190,7 @@ def hold_again(watched: Collection[WatchedParameter]) -> list[Node | None]:
 
 
 class _Edges(torch.autograd.Function):
-    """Of no use but that its node knows those of its inputs."""
+    """Function whose only use is that its node refers to the nodes of its inputs."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
@@ -199,32 +198,33 @@ class _Edges(torch.autograd.Function):
 
 
 def accumulators(params: Sequence[nn.Parameter]) -> list[Node | None]:
-    """Which nodes accumulate the gradients of parameters, None of those that are not trained."""
+    """Returns the accumulator node of each parameter, None for frozen ones."""
     with torch.enable_grad():
         node = _Edges.apply(*params).grad_fn
     return [None] * len(params) if node is None else list(map(itemgetter(0), node.next_functions))
 
 
 def accumulating(watched: Mapping[str, WatchedParameter]) -> set[str]:
-    """Names of those in which the current backward leaves a gradient; raises as `reached`."""
+    """Returns names of parameters that this backward gives a gradient; raises as `reached`."""
     found = set(watched)
     try:
         rest = [p for p in watched.values() if (n := p._node) is None or not _will_run(n)]
         found.difference_update([p.name for p in rest if not p.accumulates()] if rest else ())
-    except RuntimeError:  # the gradient of one is returned; it is named here
+    except RuntimeError:  # one gradient is returned: ask each by itself, which names it
         return {name for name, p in watched.items() if p.accumulates()}
     return found
 
 
 def is_shared(born_in: int, watched: Sequence[WatchedParameter]) -> bool:
-    """Whether this backward leaves gradients in the parameters of what was tapped in a forward.
+    """True if this backward leaves gradients in the parameters of a product tapped in a forward.
 
-    Not where gradients of inputs alone were asked for, or of parameters by the backward of a
-    custom function, nor where it was tapped in a backward, of which no header could tell.
+    False if only gradients of inputs were requested, or gradients of parameters by the backward of
+    a custom function. False also if the product was tapped in a backward: no header could have
+    announced its rows.
 
     Args:
-        born_in: the backward in which it was tapped, or NO_TASK.
-        watched: the parameters.
+        born_in: id of the backward in which the product was tapped, or NO_TASK.
+        watched: the product's parameters.
 
     Raises:
         RuntimeError: for backward(create_graph=True) and autograd.grad on weights.
@@ -236,20 +236,20 @@ def is_shared(born_in: int, watched: Sequence[WatchedParameter]) -> bool:
 
 
 def is_wanted(born_in: int, p: WatchedParameter) -> bool:
-    """Whether a gradient is autograd's own.
+    """True if autograd needs a parameter's local gradient from its tap.
 
-    One that a custom function asks for in its backward, or of what was tapped in a backward.
+    A custom function's backward requests it, or the product was tapped in a backward.
     """
     reached = p.reached()
     return reached is None or (born_in != NO_TASK and reached)
 
 
 class OwnParameters:
-    """The parameters of some modules, and where they stood when these were distributed.
+    """The trained parameters of some modules, and their places when the model was distributed.
 
     Args:
         modules: the modules.
-        watched: those of their parameters that are trained.
+        watched: the trained parameters of these modules.
     """
 
     def __init__(self, modules: Iterable[nn.Module], watched: Iterable[WatchedParameter]) -> None:
@@ -261,16 +261,16 @@ class OwnParameters:
         self._places = [(w, *places[id(w.parameter)]) for w in watched]
 
     def are_there(self) -> bool:
-        """Whether they are; not if somebody passes weights of their own (functional_call).
+        """True if all are in their places; False if a caller passes others (functional_call).
 
         Raises:
-            RuntimeError: they were replaced or converted after `distribute`.
+            RuntimeError: a parameter was replaced or converted after `distribute`.
         """
         for watched, module, path in self._places:
             found = reduce(_child, path, module)
             if found is watched.parameter and found.dtype == watched.dtype:
                 continue
-            compiles = torch.compiler.is_dynamo_compiling()  # it cannot look at the stack
+            compiles = torch.compiler.is_dynamo_compiling()  # which cannot trace a stack walk
             passed = not compiles and in_functional_call()
             if not passed and (found is None or isinstance(found, nn.Parameter)):
                 raise RuntimeError(

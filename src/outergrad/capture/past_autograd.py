@@ -1,4 +1,4 @@
-"""Gradients that a backward writes itself, past autograd (fused accumulation)."""
+"""Gradients that a backward writes itself, bypassing autograd (fused accumulation)."""
 
 from __future__ import annotations
 
@@ -17,55 +17,56 @@ _FUSED = (
 
 
 class PastAutograd:
-    """Finds what a custom function's backward adds to `w.grad` or `w.main_grad` itself.
+    """Finds gradients that a custom function's backward adds to `w.grad` or `w.main_grad` itself.
 
-    It returns None then, so autograd tells nothing. What is in `param.grad` when autograd has
-    nothing more for the parameter travels in the dense part of the step (`found`). What cannot
-    travel is refused: gradients of parameters that the backward does not reach, and `main_grad`.
+    Such a backward returns None, so autograd reports no gradient. The value of `param.grad` when
+    autograd has nothing more for the parameter is sent in the dense part of the step. Gradients
+    that cannot be sent are refused: those of parameters that the backward does not reach, and
+    `main_grad`.
 
     Args:
         watched: the parameters of the model, by name.
-        captured: those that may travel as factors, which `param.grad` is no part of.
+        captured: names of the parameters that may be sent as factors, without `param.grad`.
     """
 
     def __init__(self, watched: Mapping[str, WatchedParameter], captured: Collection[str]) -> None:
         self._watched = watched
         self._captured = [watched[name] for name in captured]
         self._before: Sequence[tuple[int, int]] = ()
-        """States of gradients when autograd was called, until the model hears of its backward."""
+        """States of `param.grad` when autograd was called, until `written` compares them."""
         self._unreached: dict[WatchedParameter, tuple[int, int]] = {}
         self._main: Mapping[WatchedParameter, Tensor] | None = None
-        """Copies of `main_grad`, where they are looked at."""
+        """Copies of `main_grad`, if these are checked."""
 
     def called(self, *, looks: bool) -> None:
-        """Autograd is called: what is written from now on is a backward's.
+        """Records the gradients when autograd is called: later writes are the backward's.
 
         Args:
-            looks: whether to look at `main_grad`, too. Its values are copied, as kernels write
-                them past the count of changes.
+            looks: True to check `main_grad`, too. Its values are copied, as fused kernels write
+                without raising the version counter.
         """
         self._before = self._states()
         copies = {w: t.detach().clone() for w, t in self._main_grads().items()} if looks else None
         self._main = copies
 
     def written(self) -> list[str]:
-        """Parameters whose gradients have changed since autograd was called."""
-        before, self._before = self._before, ()  # empty, too, where autograd was called from C++
+        """Returns names of captured parameters whose `param.grad` has changed since `called`."""
+        before, self._before = self._before, ()  # also empty if autograd was called from C++
         if not before or before == (states := self._states()):
             return []
         pairs = zip(self._captured, before, states, strict=True)
         return [w.name for w, state, now in pairs if state != now]
 
     def _states(self) -> list[tuple[int, int]]:
-        """As `WatchedParameter.state_of_grad`, without a call for each."""
+        # The same as WatchedParameter.state_of_grad, without a call per parameter.
         grads = [w.parameter.grad for w in self._captured]
         return [NO_GRADIENT if g is None else (id(g), g._version) for g in grads]
 
     def begin(self, used: Set[str]) -> None:
-        """A backward has begun, and what was kept for it is in `param.grad`.
+        """Records the gradients when a backward has begun and kept ones are back in `param.grad`.
 
         Args:
-            used: parameters that it leaves a gradient in.
+            used: names of the parameters in which the backward leaves a gradient.
         """
         self._unreached = {}
         for w, state in zip(self._captured, self._states(), strict=True):
@@ -75,7 +76,7 @@ class PastAutograd:
             self._unreached = {w: w.state_of_grad() for w in rest}
 
     def refused(self) -> Change | None:
-        """At the end of a backward: what it has written and no other site would hear of."""
+        """Returns, at the end of a backward, a gradient it wrote that no other site would get."""
         unreached, main, self._unreached, self._main = self._unreached, self._main, {}, None
         for w, state in unreached.items():
             if w.parameter.grad is not None and w.state_of_grad() != state:

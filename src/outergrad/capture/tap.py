@@ -1,4 +1,4 @@
-"""Taps: identities in the graph that hand activations and deltas on in backward."""
+"""Taps: identities in the graph that pass activations and deltas on in backward."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _JOINT = (
 
 
 class Capturing(Protocol):
-    """Who is told of a block's deltas."""
+    """Receives a block's deltas."""
 
     def capture(self, ctx: Any, use: Any, deltas: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Takes the deltas of one use; returns what autograd gets for the tensors of its tap."""
+        """Takes the deltas of one use; returns the gradients for the tensors of its tap."""
         ...
 
 
 class Tap(torch.autograd.Function):
-    """The identity; keeps a and, in backward, hands (a, delta) on instead of a weight gradient.
+    """The identity on y; in backward, (a, delta) go to the layer in place of a weight gradient.
 
-    Where autograd itself needs a gradient of a or of the parameters, it gets it (`returned`).
-    It takes the parameters as inputs so that backward reaches them, and marks y dirty instead of
-    copying it, so that an in-place operation may follow.
+    If autograd itself needs a gradient of a or of the parameters, backward returns it (`returned`).
+    The parameters are inputs so that backward reaches them. y is marked dirty instead of copied, so
+    that an in-place operation may follow.
     """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, a: Tensor, layer: Any, slot: int, *params: Tensor) -> Tensor:
-        """Keeps a, and returns y itself, or a copy where somebody else keeps y."""
+        """Saves a, and returns y itself, or a copy if a selective checkpoint may keep y."""
         ctx.save_for_backward(a)
-        ctx.set_materialize_grads(False)  # a delta that is undefined makes no gradient of zeros
+        ctx.set_materialize_grads(False)  # an undefined delta stays None
         ctx.layer, ctx.slot, ctx.born_in = layer, slot, current_task()
         if torch._C._len_torch_dispatch_stack() and keeps_products():
             return y.clone()
@@ -51,7 +51,7 @@ class Tap(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, *deltas: Tensor | None) -> tuple[Any, ...]:
-        """Hands (a, delta) to the layer; the delta goes on."""
+        """Passes (a, delta) to the layer, and returns the delta."""
         if deltas[0] is None:
             return (None,) * len(ctx.needs_input_grad)
         of_a, *of_params = ctx.layer.capture(ctx, ctx.slot, deltas[0])
@@ -59,10 +59,10 @@ class Tap(torch.autograd.Function):
 
 
 class BlockTap(torch.autograd.Function):
-    """The identity of a use's outputs; in backward hands their deltas on.
+    """The identity on the outputs of one use of a block; in backward, their deltas go to the block.
 
-    It takes the parameters as inputs so that backward reaches them, and what the use read, for
-    where autograd itself needs its gradient.
+    The parameters are inputs so that backward reaches them. The tensors that the use read are
+    inputs in case autograd itself needs their gradients.
     """
 
     @staticmethod
@@ -73,8 +73,8 @@ class BlockTap(torch.autograd.Function):
         counts: tuple[int, int],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Keeps what the use read, and returns copies of its outputs."""
-        outputs, read = counts
+        """Saves the tensors that the use read, and returns copies of its outputs."""
+        outputs, read = counts  # tensors: outputs, then those that were read, then parameters
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[outputs : outputs + read])
         ctx.block, ctx.use, ctx.born_in = block, use, current_task()
@@ -85,7 +85,7 @@ class BlockTap(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, *deltas: Tensor | None) -> tuple[Any, ...]:
-        """Hands the deltas of the outputs to the block."""
+        """Passes the deltas of the outputs to the block."""
         found = ctx.use.defined(deltas, ctx.device)
         passed = ctx.block.capture(ctx, ctx.use, found)
         if ctx.use.is_nothing:
@@ -94,7 +94,7 @@ class BlockTap(torch.autograd.Function):
 
 
 class DeltaTap(torch.autograd.Function):
-    """The identity; in backward another delta goes on than the one that arrived."""
+    """The identity; in backward, another delta replaces the one that arrives."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, instead: Callable[[Any, Tensor], Tensor]) -> Tensor:
@@ -105,7 +105,7 @@ class DeltaTap(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, *deltas: Tensor) -> tuple[Any, ...]:
-        """Lets `instead` say which delta goes on."""
+        """Returns the delta that `instead` gives."""
         if torch.is_grad_enabled() or is_nested():
             raise RuntimeError(_JOINT)
         return ctx.instead(ctx, deltas[0]), None
@@ -118,14 +118,14 @@ def returned(
     factors_of: Callable[[Call], Factors],
     delta: Tensor,
 ) -> list[Tensor | None]:
-    """What autograd gets for the activations and for each parameter; usually None.
+    """Returns autograd's gradients of the activations and of each parameter; usually None.
 
     Args:
-        ctx: of the tap, which saved the activations a.
-        slot: what was tapped.
-        watched: its parameters.
-        factors_of: the rows of one use.
-        delta: of the product.
+        ctx: context of the tap, which saved the activations a.
+        slot: the slot of the tapped product.
+        watched: the slot's parameters.
+        factors_of: computes the rows of one use.
+        delta: gradient with respect to the product's output.
     """
     wanted = [is_wanted(ctx.born_in, p) for p in watched]
     keeps_graph = torch.is_grad_enabled() and ctx.needs_input_grad[1]
@@ -142,11 +142,11 @@ def returned(
 
 
 def _graph_to_weight(a: Tensor, slot: Slot, factors: Factors, weight: Tensor) -> Tensor | None:
-    """Zeros that are added to the gradient of a, and depend on the weight as that does.
+    """Returns zeros to add to the gradient of a, whose graph leads to the weight.
 
-    The product was computed with a detached weight, so the gradient of a, `dᵀ W` through the
-    rows, has no path to it; with the weight less itself in its place it is zero, and has one. So
-    all derivatives are right, of any order.
+    The product was computed with a detached weight, so the gradient of a, `dᵀ W` through the rows,
+    has no graph to the weight. With `W - W.detach()` in place of W it is zero and has that graph,
+    so derivatives of any order are right.
     """
     whole = weight if slot.weight_rows is None else weight[slice(*slot.weight_rows)]
     w_GOI = whole.reshape(slot.groups, slot.outputs, slot.inputs).to(factors.d_GRO.dtype)

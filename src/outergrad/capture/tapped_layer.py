@@ -1,4 +1,4 @@
-"""A layer with a rule while a session is attached."""
+"""Layers with a rule, whose forward goes through taps while a session is attached."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from outergrad.core.types import Factors, Slot
 
 
 class LayerSink(Protocol):
-    """Who is told what happens in layers, in the order in which it happens."""
+    """Receives the events of layers, in their order."""
 
     def taps(self, layer: TappedLayer) -> bool:
-        """Whether the layer's products should be tapped in this forward."""
+        """True if the layer's products should be tapped in this forward."""
         ...
 
     def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
-        """A product's delta has arrived; its rows can be computed at any later time."""
+        """Called when a product's delta has arrived; `factors` may be called at any later time."""
         ...
 
 
@@ -49,18 +49,20 @@ class TappedLayer:
 
     Args:
         module: the module.
-        rule: of its type.
-        slots: its outer products.
-        watched: the parameters of each.
-        sink: is told of deltas.
-        batch: knows the samples of the model's forward, where they are to be told apart; or, where
-            somebody only looks at them, of the layer's.
-        alarm: of the model; None for one of its own.
+        rule: the rule of the module's type.
+        slots: the layer's outer products.
+        watched: the parameters of each slot.
+        sink: receives the deltas.
+        batch: the samples of the model's forward, if a transform tells samples apart; those of the
+            layer's, if only recorders do; else None.
+        alarm: the model's count of lost tensors; None for one per slot.
 
     Attributes:
-        announced_rows: of each slot, in this site's last header: all, not rounded; None before.
-        untappable: why the layer was not tapped in what the last header announced, if it could
-            not be; the rows are then more than factors would pay for, and not those of its input.
+        announced_rows: number of rows of each slot in this site's last header, tapped or not, not
+            rounded; None before.
+        untappable: reason why forwards that the last header covers could not be tapped, or None.
+            With a reason, the announced rows are not those of the input, but more than factors
+            would pay for.
     """
 
     untappable: str | None = None
@@ -107,18 +109,18 @@ class TappedLayer:
 
     @property
     def _is_pure(self) -> bool:
-        """Whether a forward may be made twice: the rule's layer draws no random numbers."""
+        """True if a forward may be repeated, because the layer draws no random numbers."""
         return getattr(self.rule, "traceable", False)
 
     @torch.no_grad()
     def _computes_the_same(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the rule computes with a subclass what the module does with plain tensors."""
+        """True if the rule computes the same with a subclass as the module with plain tensors."""
         plain_args, plain_kwargs = as_plain(args, kwargs)
         expected = self._swap.plain_forward(*plain_args, **plain_kwargs)
         try:
             found = self.rule.forward(self.module, _no_tap, *args, **kwargs)
         except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError):
-            return False  # then it is left to the class
+            return False  # so the module's own forward handles the subclass
         return same_numbers(found, expected)
 
     def restore(self) -> None:
@@ -127,18 +129,15 @@ class TappedLayer:
 
     @property
     def rests(self) -> bool:
-        """Whether forwards are its own class's, and count no rows: nothing would follow from them.
-
-        What was announced last is announced again.
-        """
+        """True while forwards are the class's own and the last header's rows are sent again."""
         return self._swap.rests
 
     def let_rest(self, rests: bool) -> None:
-        """From the next forward on it rests, or does not."""
+        """Sets `rests`, from the next forward on."""
         self._swap.rests = rests
 
     def _active(self) -> bool:
-        """Whether this forward goes through taps; a recomputation does what the forward did."""
+        """True if this forward goes through taps; a recomputation does as the forward did."""
         if current_task() == NO_TASK:
             self._decided = self._sink.taps(self) and all(p.tappable() for p in self._trained)
             self._swap.rested = False
@@ -179,12 +178,12 @@ class TappedLayer:
     # -- in graphs of torch.compile -------------------------------------------------------------
 
     def tap_in_graphs(self, *, tap_next: bool) -> None:
-        """Whether graphs tap the layer from now on; where that is new, they are compiled again."""
+        """Sets whether graphs tap the layer; they are compiled again after a change."""
         self._taps_in_graphs = tap_next
 
     def _in_graph(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward as it is traced; a graph is valid while what it reads here stays the same."""
-        if torch._C._are_functorch_transforms_active():  # which the compiler can look at
+        """The traced forward; a graph is valid as long as the values read here are unchanged."""
+        if torch._C._are_functorch_transforms_active():  # a check that dynamo can trace
             return self._swap.plain_forward(*args, **kwargs)
         taps = self._taps_in_graphs and all(p.parameter.requires_grad for p in self._trained)
         if taps and self._own.are_there():
@@ -209,10 +208,10 @@ class TappedLayer:
         return tap_in_graph(y, a, self._key, slot, *(p.parameter for p in self._watched[slot]))
 
     def on_graph_use(self, slot: int, node: Any, a: Tensor, dtype: torch.dtype) -> None:
-        """Takes note of a use in forward.
+        """Adds a use in forward.
 
         Raises:
-            RuntimeError: somebody wants to see a gradient that the graph does not compute.
+            RuntimeError: a hook wants to see a gradient that the graph does not compute.
         """
         if current_task() != NO_TASK or node is None:
             return
@@ -230,11 +229,11 @@ class TappedLayer:
             self.note_untapped((x,), {})
 
     def on_graph_delta(self, slot: int, a: Tensor, delta: Tensor) -> None:
-        """Takes the delta of one use, in copies: the graph uses the memory again.
+        """Takes the delta of one use, in copies: the graph will overwrite the memory.
 
         Raises:
             RuntimeError: for autograd.grad on weights, also by the backward of a custom function:
-                the graph does not compute the gradient that is asked for.
+                the graph does not compute the requested gradient.
         """
         for watched in self._watched[slot]:
             if watched.reached() is None:
@@ -249,7 +248,7 @@ class TappedLayer:
     # -------------------------------------------------------------------------------------------
 
     def note_untapped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Counts rows of a forward without taps: the next plan may want them as factors."""
+        """Counts rows of a forward without taps: the next plan may choose factors for them."""
         if self.rests or not self._trains():
             return
         for slot, rows in enumerate(self.rule.rows(self.module, args, kwargs)):
@@ -266,22 +265,22 @@ class TappedLayer:
             self._untapped[slot] += here.outputs + here.inputs
 
     def forget_untapped(self) -> None:
-        """Starts counting anew."""
+        """Resets the counts of untapped rows."""
         self._why = None
         self._untapped = [0] * len(self.slots)
 
     def is_known(self, slot: int) -> bool:
-        """Whether there is nothing to announce but what was announced last."""
+        """True if the last announcement of a slot is still valid: the layer rests without uses."""
         return self.rests and not self._live[slot].any_alive()
 
     def announced(self, slot: int, trained: Set[str]) -> tuple[int, int, torch.dtype]:
-        """Rows that the current backward will capture, that passed untapped, and their dtype.
+        """Returns the rows that the current backward will capture, the untapped rows, and a dtype.
 
-        From now on their deltas are awaited, and no others.
+        From now on the deltas of these uses are awaited, and no others.
 
         Args:
-            slot: its number.
-            trained: parameters that the backward leaves a gradient in.
+            slot: index of the slot.
+            trained: names of the parameters in which the backward leaves a gradient.
         """
         uses, self.untappable = self._live[slot].reached(), self._why
         if trained.isdisjoint(self._names[slot]):
@@ -293,15 +292,11 @@ class TappedLayer:
         return sum(use.rows for use in uses), self._untapped[slot], dtype
 
     def forget_awaited(self) -> None:
-        """The step is over: no deltas are awaited until another one is announced."""
+        """Ends a step: deltas are not counted until the next announcement."""
         self._awaited = [None] * len(self.slots)
 
     def _count(self, slot: int, node: Any) -> None:
-        """Checks that a delta was announced: the others would not hear of its rows.
-
-        Raises:
-            RuntimeError: it was not.
-        """
+        """Raises if a delta was not announced: other sites do not know of its rows."""
         awaited = self._awaited[slot]
         if awaited == 0:
             raise RuntimeError(
@@ -316,7 +311,7 @@ class TappedLayer:
         """Takes the delta of one use of a slot.
 
         Returns:
-            What autograd gets for the activations and for each parameter.
+            Autograd's gradients of the activations and of each parameter; usually None.
 
         Raises:
             RuntimeError: for backward(create_graph=True) and autograd.grad on weights.
@@ -331,7 +326,7 @@ class TappedLayer:
 
     def _hand_on(self, slot: int, kept: Kept, node: Any) -> None:
         factors = partial(kept.factors, self.rule, self.module, slot)
-        samples = getattr(node, "samples", None)  # graphs of torch.compile keep none
+        samples = getattr(node, "samples", None)  # unknown in graphs of torch.compile
         if samples is not None:
             factors = SampledUse(factors, self.rule, self.module, slot, kept, samples)
         self._sink.on_factors(self.slots[slot], factors)
@@ -339,5 +334,5 @@ class TappedLayer:
 
 
 def _no_tap(y: Tensor, *_: Any, **__: Any) -> Tensor:
-    """As `TapFn`, and nobody is told."""
+    """Implements `TapFn` without capturing anything."""
     return y

@@ -1,4 +1,4 @@
-"""What torch.compile is told of our functions; imported by what it traces, since it takes long."""
+"""Functions that are registered with torch.compile; imported late, as the import takes long."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outergrad.capture.compiled import GraphTap
 
 @torch.compiler.allow_in_graph
 def tap_in_graph(y: Tensor, a: Tensor, key: int, slot: int, *params: Tensor) -> Tensor:
-    """As `Tap.apply`; part of the graph, and traced by autograd alone."""
+    """Applies `GraphTap`; dynamo puts the call into the graph, and AOTAutograd traces it."""
     return GraphTap.apply(y, a, key, slot, *params)  # type: ignore[return-value]
 
 
@@ -23,7 +23,7 @@ def tap_in_graph(y: Tensor, a: Tensor, key: int, slot: int, *params: Tensor) -> 
     "see docs/compile.md"
 )
 def outside_graphs(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Calls a forward, which breaks the graph."""
+    """Calls a forward outside of the graph, which breaks there."""
     return forward(*args, **kwargs)
 
 
@@ -32,5 +32,5 @@ def outside_graphs(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: A
     "equal with the optimizers' state), which a graph cannot; compile without fullgraph=True"
 )
 def step_outside_graphs(tell: Callable[[Any], None], optimizer: Any) -> None:
-    """Tells of a step of an optimizer, which breaks the graph."""
+    """Reports an optimizer's step outside of the graph, which breaks there."""
     tell(optimizer)

@@ -1,4 +1,4 @@
-"""Whether the weights of a model change without a step of an optimizer that is counted."""
+"""Detection of weight updates without a counted optimizer step."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from outergrad.capture.engine import current_task, untraced
 from outergrad.messages.checksum import sum_of_bits
 
 _FEWEST = 8
-"""Backward passes before anything is concluded, however few steps lie between two exchanges."""
+"""Backward passes before anything is concluded, even if exchanges are fewer steps apart."""
 
 
 class UncountedUpdates:
-    """Counts backward passes since the last counted step, and looks whether weights change there.
+    """Counts backward passes since the last counted step, and checks if weights change meanwhile.
 
-    Several passes to a step are accumulation, in which the weights stay as they are. So sums of
-    the weights' bits are compared at the 2nd, 4th, 8th, 16th ... pass without a counted step: a
-    loop with a step per pass never pays for one. Version counters would be cheaper, and do not
-    tell: `p.data.sub_(...)` and a step on a flat tensor of which `p` is a part leave them alone.
+    Several passes per step are gradient accumulation, in which the weights do not change. So sums
+    of the weights' bits are compared at the 2nd, 4th, 8th, 16th ... pass without a counted step. A
+    loop with a step per pass never pays for a sum. Version counters would be cheaper, but
+    `p.data.sub_(...)` and a step on a flat tensor of which `p` is a part do not raise them.
 
     Args:
-        params: that are trained, by name.
-        k: steps between two exchanges.
-        on_first: called at the first pass behind a counted step, or behind the start.
-        refuse: raises, given a parameter's name and what has been seen, in words.
+        params: the trained parameters, by name.
+        k: number of steps between two exchanges.
+        on_first: called at the first pass after a counted step, or after the start.
+        refuse: raises an error, given a parameter's name and a description.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class UncountedUpdates:
         self._most = max(k, _FEWEST)
         self._longest = 0
         self.passes = 0
-        """Backward passes since the last counted step."""
+        """Number of backward passes since the last counted step."""
         self._seen: dict[str, int] | None = None
         self._changed: list[str] = []
         self._left: dict[str, int] = {}
@@ -48,21 +48,21 @@ class UncountedUpdates:
         self._handles = [p.register_hook(self._on_gradient) for p in params.values()]
 
     def restart(self) -> None:
-        """A step was counted."""
+        """Starts a new count of passes when a step was counted."""
         self._longest = max(self._longest, self.passes)
         self.passes, self._seen, self._changed = 0, None, []
 
     def exchanged(self, names: Iterable[str]) -> None:
-        """An exchange has just left these, which no counted optimizer holds, as they are now."""
+        """Records the values that an exchange has left in parameters no counted optimizer holds."""
         self._left = {name: sum_of_bits(self._params[name]) for name in names}
 
     def remove(self) -> None:
-        """Watches no more."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def since(self, start: Mapping[str, Tensor]) -> str | None:
-        """The first parameter that is not as it was then, if there were passes since."""
+        """Returns the first parameter that differs from `start`, if passes followed a step."""
         if not self.passes:
             return None
         differs = (name for name, p in self._params.items() if not p.detach().equal(start[name]))
@@ -83,13 +83,13 @@ class UncountedUpdates:
             self._on_first()
         elif n & (n - 1) == 0:
             self._look()
-        # One change may be a perturbation between two passes of one step (SAM): that is shorter
-        # than twice the longest step so far.
+        # One change may be a perturbation between two passes of one step (SAM). Such a step has
+        # fewer passes than twice the longest one so far.
         if len(self._changed) > 1 and n >= max(self._most, 2 * self._longest):
             self._refuse(self._changed[-1], told(n))
 
     def _look_back(self) -> None:
-        """Something may write to weights behind each exchange, and undo it: twice is no chance."""
+        """Raises if weights were overwritten after two exchanges in a row: once may be chance."""
         left, self._left = self._left, {}
         if not left:
             return
@@ -108,7 +108,7 @@ class UncountedUpdates:
 
 
 def told(passes: int) -> str:
-    """What has been seen and what to do, in words, with the parameter's name left open."""
+    """Returns the description and the remedy, with `{name}` in place of the parameter's name."""
     return (
         f"has made {passes} backward passes without a step of a torch.optim optimizer that holds "
         f"the model's parameters, and {{name}} has changed: no exchange would ever come. Call "

@@ -1,11 +1,11 @@
-"""Forwards that cannot be tapped: the layer computes as its own class does, autograd the rest.
+"""Detection of forwards that cannot be tapped, which run the layer's own class and plain autograd.
 
-A tap is an `autograd.Function` around ordinary tensors. Tracers would write it into their graph,
-transforms of `torch.func` and forward-mode AD refuse it, and rows cannot be cut from nested or
-sparse tensors. The gradients that autograd then has for parameters are shared as such.
+A tap is an `autograd.Function` around ordinary tensors. Tracers would record it in their graph,
+transforms of `torch.func` and forward-mode AD reject it, and rows cannot be cut from nested or
+sparse tensors. The parameter gradients that autograd then computes are shared dense.
 
-A tensor of a subclass may be tapped if the subclass only adds to a tensor what is said about it,
-as MONAI's `MetaTensor` does (`Annotating`).
+A tensor of a subclass may be tapped if the subclass only adds metadata to a tensor, as MONAI's
+`MetaTensor` does (`Annotating`).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _SELECTIVE = (_checkpoint._CachingTorchDispatchMode, _checkpoint._CachedTorchDis
 
 @untraced
 def is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the forward is written down or its shapes are found out, and nothing is trained.
+    """True if the forward is traced or only propagates shapes, so that nothing is trained.
 
-    By `torch.jit.trace`, `torch.export`, `torch.fx.symbolic_trace`, `make_fx` or fake tensors; in
-    this thread, as another one may train meanwhile.
+    That is the case in `torch.jit.trace`, `torch.export`, `torch.fx.symbolic_trace`, `make_fx` and
+    with fake tensors. Only this thread is checked, as another one may train meanwhile.
     """
     if torch._C._is_tracing():
         return True
@@ -51,24 +51,24 @@ def is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether the forward runs inside a transform of `torch.func` or in forward-mode AD."""
+    """True inside a transform of `torch.func` or in forward-mode AD."""
     return _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def is_vmapped() -> bool:
-    """Whether tensors lack dimensions, because `torch.vmap` goes through them."""
+    """True inside `torch.vmap`, where tensors lack the mapped dimension."""
     stack = _functorch.get_interpreter_stack() or ()
     return any(level.key() == _functorch.TransformType.Vmap for level in stack)
 
 
 def may_be_tapped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a forward with these arguments may go through taps."""
+    """True if a forward with these arguments may go through taps."""
     values = (*args, *kwargs.values()) if kwargs else args
     return not is_transformed() and all(map(is_ordinary, values))
 
 
 def is_ordinary(value: Any) -> bool:
-    """Whether no tensor in it is nested, sparse or of a subclass that computes in its own way."""
+    """True if no tensor in a value is nested, sparse or of a subclass other than a parameter."""
     kind = type(value)
     if kind in _ORDINARY:
         return value.layout is torch.strided and not value.is_nested
@@ -80,7 +80,7 @@ def is_ordinary(value: Any) -> bool:
 
 
 def why_untappable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """In words, what stands in the way of `may_be_tapped`."""
+    """Returns the reason why `may_be_tapped` is false, in words."""
     if is_transformed():
         return "it runs inside a transform of torch.func or in forward-mode AD"
     others = [t for t in _tensors(args, kwargs) if not is_ordinary(t)]
@@ -97,12 +97,12 @@ def why_untappable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def is_annotated(t: Tensor) -> bool:
-    """Whether it is of a subclass that only says something about it."""
+    """True if a tensor is of a subclass that only adds metadata."""
     return type(t) not in _ORDINARY and annotates(type(t))
 
 
 def plain(t: Tensor) -> Tensor:
-    """The same tensor without the subclass that annotates it."""
+    """Returns an annotated tensor as a plain one in the same memory; others unchanged."""
     if not is_annotated(t):
         return t
     with torch._C.DisableTorchFunctionSubclass():
@@ -110,13 +110,13 @@ def plain(t: Tensor) -> Tensor:
 
 
 def copied(t: Tensor) -> Tensor:
-    """A plain copy of an annotated tensor, which itself is a view: a tap cannot stand on one."""
+    """Returns a plain copy of an annotated tensor, as a tap cannot be put on a view."""
     with torch._C.DisableTorchFunctionSubclass():
         return Tensor.clone(t)
 
 
 def annotated_as(t: Tensor, like: Tensor) -> Tensor:
-    """A plain tensor as one of another's subclass, about which the same is said."""
+    """Returns a plain tensor as one of another's subclass, with the metadata of that one."""
     with torch._C.DisableTorchFunctionSubclass():
         made = Tensor.as_subclass(t, type(like))
     vars(made).update(vars(like))
@@ -124,16 +124,16 @@ def annotated_as(t: Tensor, like: Tensor) -> Tensor:
 
 
 class Annotating:
-    """Whether a layer computes with tensors of subclasses as with plain ones.
+    """Decides per tensor subclass if a layer computes with it as with plain tensors.
 
-    A class with a `__torch_dispatch__` of its own (DTensor, masked and quantized tensors) never
-    does. One with Tensor's `__torch_function__` always does. One with its own (MetaTensor, which
-    carries a picture's position along) may do anything: the layer computes once both ways, and is
-    tapped if the numbers are the same.
+    Subclasses with a `__torch_dispatch__` of their own (DTensor, masked and quantized tensors) are
+    never tapped. Subclasses with Tensor's `__torch_function__` always are. One with its own
+    `__torch_function__` (MetaTensor, which propagates an image's position) may do anything: the
+    layer runs once with it and once with plain tensors, and is tapped if the outputs are equal.
 
     Args:
-        same: whether the layer computes the same with a forward's arguments and with plain ones;
-            None where that would draw random numbers.
+        same: returns true if the layer computes the same with a forward's arguments and with plain
+            ones; None if the layer draws random numbers.
     """
 
     def __init__(self, same: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None) -> None:
@@ -141,7 +141,7 @@ class Annotating:
         self._found: dict[type, bool] = {}
 
     def may_be_tapped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a forward with these arguments may go through taps."""
+        """True if a forward with these arguments may go through taps."""
         tensors = _tensors(args, kwargs)
         kinds = {type(t) for t in tensors} - _ORDINARY
         fits = all(t.layout is torch.strided and not _is_nested(t) for t in tensors)
@@ -155,7 +155,7 @@ class Annotating:
 
 
 def same_numbers(found: Any, expected: Any) -> bool:
-    """Whether two outputs are the same but for rounding; NaN is the same as NaN."""
+    """True if two outputs are tensors that are equal up to rounding, NaN to NaN."""
     if not (isinstance(found, Tensor) and isinstance(expected, Tensor)):
         return False
     a, b = plain(found), plain(expected)
@@ -166,7 +166,7 @@ def same_numbers(found: Any, expected: Any) -> bool:
 
 
 def as_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Arguments without subclasses that annotate."""
+    """Returns the arguments with plain tensors in place of annotated ones."""
     return tree_map_only(Tensor, plain, (args, kwargs))
 
 
@@ -191,9 +191,9 @@ def _has_own_function(kind: type) -> bool:
 
 
 def keeps_products() -> bool:
-    """Whether a selective checkpoint may keep what an operator returns, and wants it unchanged.
+    """True if a selective checkpoint may keep an operator's output, and needs it unchanged.
 
-    It remembers the version of the tensor, which a tap raises where it marks it as its output.
+    It compares the tensor's version counter, which a tap raises by marking the tensor dirty.
     """
     if not torch._C._len_torch_dispatch_stack():
         return False
@@ -201,7 +201,7 @@ def keeps_products() -> bool:
 
 
 def in_functional_call() -> bool:
-    """Whether `torch.func.functional_call` runs, which puts others in the place of parameters."""
+    """True inside `torch.func.functional_call`, which substitutes tensors for parameters."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not stateless._functional_call.__code__:
         frame = frame.f_back

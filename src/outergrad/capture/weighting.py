@@ -1,4 +1,4 @@
-"""How much a site's gradient counts: as every other's, or by its samples."""
+"""Weight of a site's gradient in the mean: equal for all sites, or its number of samples."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ KINDS: tuple[Kind, ...] = ("sites", "samples")
 
 
 class Weighting:
-    """The weight of this site in the next shared step.
+    """Weight of this site in the next shared step.
 
-    By samples it is the first dimension of the first tensor that the model is called with, added
-    up over the forwards with a gradient since the last shared step, unless the loop says better.
-    A backward of which the forward ran before the last shared step counts as that one did. Inside
-    of `torch.vmap` samples are not seen: there the loop has to say.
+    By samples, it is the first dimension of the first tensor that the model is called with, summed
+    over the forwards with gradients enabled since the last shared step. A count from the loop
+    (`say`) replaces it. If the forward ran before the last shared step, the weight is that step's.
+    Inside `torch.vmap` samples cannot be counted: there the loop has to give the count.
 
     Args:
-        kind: "sites", all alike, or "samples".
+        kind: "sites" for equal weights, or "samples".
     """
 
     def __init__(self, kind: Kind = "sites") -> None:
@@ -38,18 +38,18 @@ class Weighting:
         self._swap: ClassSwap | None = None
 
     def watch(self, model: nn.Module) -> None:
-        """Counts the samples of its forwards from now on, if that is what sites count by."""
+        """Counts the samples of the model's forwards from now on, if sites are weighted by them."""
         if self._kind == "samples":
             self._swap = ClassSwap(model, self._forward)
 
     @property
     def is_even(self) -> bool:
-        """Whether all sites always count alike."""
+        """True if all sites always have equal weights."""
         return self._kind == "sites"
 
     @property
     def weight(self) -> int:
-        """Of this site.
+        """Weight of this site.
 
         Raises:
             RuntimeError: nothing was counted yet.
@@ -67,9 +67,9 @@ class Weighting:
         return weight
 
     def take(self) -> int:
-        """Of this site in the step that begins.
+        """Returns the weight of this site in the step that begins, and restarts the count.
 
-        What is counted from now on is for the next, also if the backward of this one raises.
+        Later samples count for the next step, even if the backward of this one raises.
 
         Raises:
             RuntimeError: nothing was counted yet.
@@ -79,11 +79,11 @@ class Weighting:
         return weight
 
     def say(self, n: int) -> None:
-        """Counts samples in place of what the forwards would count.
+        """Adds n samples to the loop's own count, which replaces the count of the forwards.
 
         Raises:
-            RuntimeError: sites count alike.
-            ValueError: it is no number of samples.
+            RuntimeError: sites have equal weights.
+            ValueError: n is not a number of samples.
         """
         if self._kind != "samples":
             raise RuntimeError("samples(n) needs og.distribute(..., weighting='samples')")
@@ -92,23 +92,23 @@ class Weighting:
         self._said = (self._said or 0) + int(n)
 
     def settle(self) -> None:
-        """The shared step is over."""
+        """Restarts the counts after a shared step, and remembers its weight."""
         if self._kind == "samples" and (self._said, self._counted) != (None, None):
             self._last = self.weight
         self._said = self._counted = None
 
     def remove(self) -> None:
-        """Counts no more."""
+        """Stops counting and gives the model its own class back."""
         if self._swap is not None:
             self._swap.restore()
 
     def state(self) -> StateDict:
-        """What was counted since the last shared step."""
+        """Returns the counts since the last shared step, and that step's weight."""
         counts = {"counted": self._counted, "said": self._said, "last": self._last}
         return {what: n for what, n in counts.items() if n is not None}
 
     def load(self, state: StateDict) -> None:
-        """Goes on from there."""
+        """Restores the counts from `state`."""
         self._counted, self._said = state.get("counted"), state.get("said")
         self._last = state.get("last")
 
@@ -123,7 +123,7 @@ class Weighting:
 
 
 def samples_in(values: Iterable[Any]) -> int | None:
-    """The first dimension of the first tensor that has one; None without any."""
+    """Returns the size of the first dimension of the first tensor that has one, or None."""
     for value in values:
         if isinstance(value, PackedSequence):
             return int(value.batch_sizes[0])

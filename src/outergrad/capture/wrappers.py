@@ -1,4 +1,4 @@
-"""Wrappers that exchange gradients themselves, around or inside a model that is distributed."""
+"""Detection of wrappers that synchronise gradients themselves, around or in a distributed model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
-"""Classes that are refused inside a model, by name: importing some of them takes long."""
+"""Names of classes that are refused inside a model; importing some of them would take long."""
 
 _MODULES_OF_OTHERS = (
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
@@ -22,13 +22,13 @@ _FORWARD = DistributedDataParallel.forward.__code__
 
 
 def calling_wrapper(shared: Collection[int]) -> nn.Module | None:
-    """The wrapper through which a model is being called, if it exchanges some of its gradients.
+    """Returns the wrapper through which a model is being called, if it synchronises its gradients.
 
-    It is looked for on the stack, because torch.nn.parallel says which one is active only per
-    process, and sites may be threads.
+    The stack is searched, because torch.nn.parallel records the active wrapper per process, and
+    sites may be threads.
 
     Args:
-        shared: identities of the parameters of the model that are shared between the sites.
+        shared: ids of the model's parameters that are shared between the sites.
     """
     codes = {_FORWARD, *_codes_of_others()}
     frame = sys._getframe(1)
@@ -42,7 +42,7 @@ def calling_wrapper(shared: Collection[int]) -> nn.Module | None:
 
 
 def wrapper_inside(model: nn.Module, shared: Collection[int]) -> nn.Module | None:
-    """The first wrapper among the modules of a model that exchanges some of its gradients."""
+    """Returns the first wrapper in a model that synchronises gradients of shared parameters."""
     for module in model.modules():
         names = {base.__name__ for base in type(module).__mro__}
         if not names.isdisjoint(WRAPPERS) and not exchanged_by(module).isdisjoint(shared):
@@ -51,15 +51,14 @@ def wrapper_inside(model: nn.Module, shared: Collection[int]) -> nn.Module | Non
 
 
 def exchanged_by(wrapper: Any) -> set[int]:
-    """Identities of the parameters whose gradients it exchanges; not of those that it ignores."""
+    """Returns ids of the parameters that a wrapper synchronises, without those that it ignores."""
     own = getattr(wrapper, "_module_parameters", None)
     return set(map(id, wrapper.parameters() if own is None else own))
 
 
 def _codes_of_others() -> Iterator[CodeType]:
-    """Of libraries that are imported."""
     for module, name in _MODULES_OF_OTHERS:
-        found = getattr(sys.modules.get(module), name, None)
+        found = getattr(sys.modules.get(module), name, None)  # if the library is imported
         code = getattr(getattr(found, "forward", None), "__code__", None)
         if code is not None:
             yield code

@@ -1,1 +1,1 @@
-"""Transports and wire formats; nothing here knows layers or methods."""
+"""The transport over torch.distributed, and parts of all transports, without layers or methods."""

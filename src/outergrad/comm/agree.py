@@ -21,7 +21,7 @@ _SAME = "build the same model and method with the same versions everywhere"
 
 
 def fingerprint(lines: Sequence[str]) -> int:
-    """62 bits of the SHA-256 of a description."""
+    """Returns 62 bits of the SHA-256 of a description."""
     return digest("\n".join(lines).encode())
 
 
@@ -37,9 +37,9 @@ def agree(
     Args:
         comm: the transport.
         lines: this site's description, of the form "what: value".
-        error: what went wrong on this site before it could describe itself, if anything.
-        remedy: what the user should do if two sites differ.
-        who: what a rank of the transport is called.
+        error: the exception that kept this site from describing itself, if any.
+        remedy: advice to the user in the error of two sites that differ.
+        who: name of a rank of the transport in errors.
 
     Returns:
         The common fingerprint.
@@ -47,7 +47,7 @@ def agree(
     Raises:
         ValueError: two sites differ, the same message on every site, naming the first difference
             and the rank that has it; or another site could not describe itself.
-        ExchangeError: what a site sent is no description.
+        ExchangeError: a site sent an invalid description.
     """
     mine = [str(error) or type(error).__name__] if error else list(lines)
     print_, size = fingerprint(mine), len("\n".join(mine).encode())
@@ -64,9 +64,9 @@ def agree(
 def _exchange_texts(
     comm: Comm, mine: Sequence[str], announced: Sequence[Sequence[int]], who: str
 ) -> list[list[str]]:
-    """Of all sites, each as long as it was announced and with that fingerprint.
+    """Gathers the descriptions, and checks each against its announced fingerprint and size.
 
-    A length below 0 announces the error of a site that could not describe itself.
+    A negative size announces the error of a site that could not describe itself.
     """
     text = "\n".join(mine).encode()
     sizes = [abs(size) for _, size in announced]
@@ -88,7 +88,7 @@ def _lines(part: Tensor, print_: int, whose: str) -> list[str]:
 def _first_refusal(
     texts: Sequence[Sequence[str]], announced: Sequence[Sequence[int]], who: str
 ) -> str | None:
-    """What the first site says that could not describe itself, if there is one."""
+    """Returns the error of the first site that could not describe itself, if any."""
     for rank, (text, (_, size)) in enumerate(zip(texts, announced, strict=True)):
         if size < 0:
             return f"{who} {rank} could not take part: {printable(text[0])}"
@@ -96,7 +96,7 @@ def _first_refusal(
 
 
 def _first_difference(texts: Sequence[Sequence[str]], remedy: str, who: str) -> str:
-    """Where the first site that is unlike most of them departs from those."""
+    """Names the first line in which a site departs from the most common description."""
     usual = Counter(tuple(text) for text in texts).most_common(1)[0][0]
     normal = next(rank for rank, text in enumerate(texts) if tuple(text) == usual)
     odd = next(rank for rank, text in enumerate(texts) if tuple(text) != usual)
@@ -110,16 +110,18 @@ def _first_difference(texts: Sequence[Sequence[str]], remedy: str, who: str) -> 
 
 
 def all_came(comm: Comm, checksum: int, what: str = "the model of site 0", source: int = 0) -> None:
-    """Waits for all sites: a broadcast may return before another site has looked for it.
+    """Compares a checksum of a broadcast over the sites, which waits for all of them.
+
+    A broadcast alone may return before another site has begun to receive it.
 
     Args:
         comm: the transport.
-        checksum: of what was broadcast, as this site has it.
-        what: was broadcast, for the error.
-        source: the site that did.
+        checksum: of the data that was broadcast, on this site.
+        what: name of the data, for the error.
+        source: rank that sent the broadcast.
 
     Raises:
-        ExchangeError: another site has something else.
+        ExchangeError: the checksum of a site is not that of the source.
     """
     words = words_of_all(comm, [checksum])
     comm.all_began()
@@ -130,9 +132,9 @@ def all_came(comm: Comm, checksum: int, what: str = "the model of site 0", sourc
 
 @torch.no_grad()
 def broadcast_all(comm: Comm, tensors: Sequence[Tensor]) -> None:
-    """Makes tensors of any dtype equal to rank 0's, many in one message.
+    """Overwrites tensors of any dtype with rank 0's, many in one message.
 
-    How long that takes tells the transport the rate of its link.
+    The time that this takes gives the transport the rate of its link (`settle_pace`).
     """
     if comm.world_size == 1:
         return

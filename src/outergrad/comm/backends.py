@@ -1,4 +1,4 @@
-"""What a process group moves tensors with."""
+"""The backends of a process group, and its store."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 _LACKS = (RuntimeError, AttributeError, NotImplementedError)
-"""What a group raises that lacks something, one of which a part is written in Python too."""
+"""Errors of a group that lacks something, also of one that is partly written in Python."""
 
 
 def has_backend(group: dist.ProcessGroup, device: str) -> bool:
-    """Whether the group moves tensors of this type of device; gloo stages CUDA through host."""
+    """True if the group itself moves tensors of this device type: gloo stages CUDA through host."""
     try:
         name = group._get_backend(torch.device(device)).name().lower()
     except _LACKS:
@@ -20,7 +20,7 @@ def has_backend(group: dist.ProcessGroup, device: str) -> bool:
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether the group moves tensors of the host by gloo: others may have other habits."""
+    """True if the group moves host tensors by gloo; other backends may behave otherwise."""
     try:
         return "gloo" in group._get_backend(torch.device("cpu")).name().lower()
     except _LACKS:
@@ -28,12 +28,12 @@ def is_gloo(group: dist.ProcessGroup) -> bool:
 
 
 def store_of(group: dist.ProcessGroup) -> Store | None:
-    """The store of a group's own; None where there is none that its ranks share.
+    """Returns the group's own store, or None if its ranks share none.
 
-    Groups of a backend that is not PyTorch's often hold none (`dist.Backend.register_backend`), but
-    PyTorch has kept the one that it made for them. Where there is none at all (MPI, groups that
-    nobody has registered) the store of the default group is none either: without a name that all
-    ranks know, two groups would write to the same keys.
+    Groups of a third-party backend (`dist.Backend.register_backend`) often hold none, but PyTorch
+    keeps the one that it made for them. Where there is none at all (MPI, unregistered groups), the
+    store of the default group cannot stand in: without a name that all ranks know, two groups would
+    write to the same keys.
     """
     try:
         store = group.get_group_store()

@@ -1,4 +1,4 @@
-"""The store of a process group as a board: slots that are written once, each call with a limit."""
+"""A board in the store of a process group: write-once slots, with a time limit on each call."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ T = TypeVar("T")
 _LIMIT_S = 2.0
 _SLOT = "outergrad/board/{}"
 _PIECE_BYTES = 1 << 18
-"""Of a large content: what a slow link carries within the limit."""
+"""Bytes in which a large content is written: a slow link carries as many within the limit."""
 _MOST_PIECES = 1 << 20
 
 
 class StoreBoard(Board):
-    """Slots in a store, by a connection of its own where there can be one.
+    """Slots in a store, over a connection of its own where the store can be cloned.
 
-    A store whose server was stopped does not keep to its own timeout, so each call has a thread.
+    A store whose server was stopped exceeds its own timeout, so each call has a thread.
 
     Args:
         store: of the group.
@@ -39,18 +39,18 @@ class StoreBoard(Board):
         return self._connection.store
 
     def without_limit(self) -> StoreBoard:
-        """The same slots, by the same connection, for a thread that may wait."""
+        """Returns a board without a limit, on the same connection, for a thread that may wait."""
         board = copy(self)
         board._limit_s = None
         return board
 
     def first(self, key: str, text: str) -> str:
-        """Writes a text into a slot, unless one stands there; returns what stands there then."""
+        """Writes a text into a slot unless it holds one; returns the text that it then holds."""
         slot = _SLOT.format(key)
         return _text(self._limited(lambda: self._store.compare_set(slot, "", text)))
 
     def put(self, key: str, content: bytes) -> None:
-        """Writes to a slot, piece by piece; their number comes last."""
+        """Writes a content in pieces, and then their number, which tells readers it is complete."""
         slot, size = _SLOT.format(key), _PIECE_BYTES
         pieces = [content[at : at + size] for at in range(0, len(content), size)]
         for k, piece in enumerate(pieces):
@@ -58,7 +58,7 @@ class StoreBoard(Board):
         self._limited(lambda: self._store.set(slot, str(len(pieces))))
 
     def get(self, key: str) -> bytes | None:
-        """What `put` has written; None if nothing has been, or it cannot be read."""
+        """Returns the content that `put` wrote; None if there is none, or it cannot be read."""
         slot = _SLOT.format(key)
         count = self._read(slot)
         if count is None or not count.isdigit() or int(count) > _MOST_PIECES:
@@ -67,12 +67,12 @@ class StoreBoard(Board):
         return None if None in pieces else b"".join(piece or b"" for piece in pieces)
 
     def slot(self, key: str) -> str | None:
-        """What `first` has written; None if nothing has been."""
+        """Returns the text that `first` wrote; None if there is none."""
         found = self._read(_SLOT.format(key))
         return None if found is None else _text(found)
 
     def farewell(self, site: int, session: int) -> str | None:
-        """What a site has left by its `Notes`, of its end or that of the session."""
+        """Returns a site's farewell, of its process or else of the session; None without one."""
         for key in (AT_EXIT.format(site), AT_END.format(site, session)):
             if (found := self._read(key)) is not None:
                 return _text(found)
@@ -86,10 +86,10 @@ class StoreBoard(Board):
         return self._limited(read)
 
     def _limited(self, call: Callable[[], T]) -> T:
-        """Does it, unless the store is gone.
+        """Returns the result of a call of the store, unless the store is gone.
 
         Raises:
-            BoardGoneError: it is, or has not answered in time.
+            BoardGoneError: the store is gone, or has not answered in time.
         """
         found: list[T] = []
         done = threading.Event()
@@ -116,14 +116,14 @@ class StoreBoard(Board):
 
 
 class _Connection:
-    """To a store, of its own where there can be one: others may wait for long on the given one."""
+    """A connection to a store, cloned where possible: others may block on the given one."""
 
     def __init__(self, store: Any) -> None:
         self._given, self._own = store, None
 
     @property
     def store(self) -> Any:
-        """Connects when it is first used."""
+        """The clone, which connects at its first use; the given store if it has none."""
         if self._own is None:
             try:
                 self._own = self._given.clone()

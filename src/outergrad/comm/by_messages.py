@@ -1,4 +1,4 @@
-"""Collectives for transports that can do no more than send a tensor to each site."""
+"""Collectives for transports that can only send a tensor to each site."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from outergrad.core.cost import CostModel, Traffic
 from outergrad.core.transport import Comm
 
 Arriving = Callable[[], Sequence[Tensor]]
-"""Waits for what each site had for this one, in the order of sites."""
+"""Waits for the tensors that the sites sent to this one, and returns them in rank order."""
 
 
 class MessageComm(Comm):
-    """All collectives of messages: a class that derives from it writes `send`, `give_up`, `close`.
+    """Collectives made of messages; a subclass implements `send`, `give_up` and `close`.
 
-    Choose it for a transport of one's own; sums are made at every site, of all sites' tensors.
+    Choose it for a transport of one's own. Every site sums the tensors of all sites itself.
 
     Args:
         rank: of this site.
-        cost: of the transport; bytes are counted by it.
+        cost: cost model of the transport, by which bytes are counted.
         device: of the tensors.
-        patience_s: how long a message may take.
+        patience_s: timeout of a message, seconds.
     """
 
     def __init__(self, rank: int, cost: CostModel, device: torch.device, patience_s: float) -> None:
@@ -35,35 +35,35 @@ class MessageComm(Comm):
 
     @abstractmethod
     def send(self, parts: Sequence[Tensor], lane: int) -> Arriving:
-        """Sends each site, this one too, a tensor, which may be changed as soon as it returns.
+        """Sends a tensor to each site, this one too; the caller may change them once it returns.
 
         Args:
-            parts: in the order of sites.
+            parts: one tensor per site, in rank order.
             lane: messages of one lane arrive in the order in which they were sent.
 
         Returns:
-            What waits for those of the others, of the same collective.
+            A call that waits for the tensors that the sites sent in the same collective.
         """
         ...
 
     def all_reduce(self, t: Tensor) -> _Arrival:
-        """Adds up in the order of sites, the same on every one."""
+        """Sums t over the sites in place, in rank order: every site gets the same bits."""
         return self._started([t] * self.world_size, self.cost.all_reduce(t.nbytes), _sum_into(t))
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> _Arrival:
-        """This site's to every other."""
+        """Gathers every site's tensor on every site."""
         others = (sum(sizes) - sizes[self.rank]) * t.itemsize
         traffic = self.cost.all_gather(t.nbytes, others)
         return self._started([t] * self.world_size, traffic, list, lane)
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> _Arrival:
-        """To each its own."""
+        """Sends each site its own tensor."""
         own = sum(part.nbytes for part in parts) - parts[self.rank].nbytes
         others = (sum(sizes) - sizes[self.rank]) * parts[0].itemsize
         return self._started(parts, self.cost.all_to_all(own, others), list)
 
     def broadcast(self, t: Tensor) -> None:
-        """Takes what the first site sends; it is not counted."""
+        """Overwrites t with rank 0's; its bytes are not counted."""
         t.copy_(self.send([t] * self.world_size, 0)()[0])
 
     def _started(
@@ -85,7 +85,6 @@ class _Arrival:
         self._arriving, self._then = arriving, then
 
     def wait(self) -> Any:
-        """Blocks until all messages are there."""
         return self._then(self._arriving())
 
 

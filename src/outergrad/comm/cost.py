@@ -1,4 +1,4 @@
-"""What a collective costs a site: the one place that knows how bytes and delays grow with sites."""
+"""Cost models of collectives: how bytes and delays grow with the number of sites."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outergrad.core.types import Link, Route
 
 
 class Collective(Enum):
-    """What a site takes part in with all others."""
+    """The kinds of collectives."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
@@ -20,58 +20,61 @@ class Collective(Enum):
 
 
 ADDED_BYTES = 1 << 17
-"""Of what two sites add up on any link: for more a ring takes less of the processor."""
+"""Largest sum, bytes, that two sites send each other whole on any link: a ring costs less CPU."""
 _ADDED_S = 4.5e-10
-"""What each byte takes longer than in a ring, where nothing waits for the link (docs/design.md)."""
+"""Extra seconds per byte over a ring, where nothing waits for the link (docs/design.md)."""
 _FAR_S = 2e-3
-"""Delay from which on that is weighed: less may be a processor that was busy."""
+"""Delay, seconds, from which on a link counts as far: less may be a busy CPU."""
 
 
 @dataclass(frozen=True)
 class RingCost:
-    """Sums go round a ring, everything else from every site straight to every other.
+    """Costs of a process group: sums go round a ring, all else directly from site to site.
 
     Attributes:
         sites: S.
-        added_bytes: the longest sum for which two sites send each other all of it instead.
+        added_bytes: largest sum, bytes, that two sites send each other whole, without a ring.
     """
 
     sites: int
     added_bytes: float = ADDED_BYTES
 
     def over(self, link: Link) -> RingCost:
-        """The same, over a link that is known.
+        """Returns the costs over a link that was measured.
 
-        A ring waits for the link once more than two sites that send each other all, and again at
-        each part of a long sum; it takes less of the processor. A link that is slow and near makes
-        no difference: both take as many bytes.
+        A ring waits for the link once more than two sites that send each other the whole sum, and
+        again at each part of a long sum, but takes less CPU. A slow link with a small delay makes
+        no difference: both ways take the same bytes.
         """
         far_bytes = link.delay_s / _ADDED_S if link.delay_s > _FAR_S else 0.0
         return replace(self, added_bytes=max(ADDED_BYTES, far_bytes))
 
     @property
     def copies(self) -> int:
-        """One for each other site."""
+        """S - 1: one for each other site."""
         return self.sites - 1
 
     def all_reduce(self, nbytes: int) -> Traffic:
-        """2 (S - 1) / S of the tensor, both ways."""
+        """Returns 2 (S - 1) / S of the tensor, sent and received."""
         return _in_a_ring(self.sites, nbytes)
 
     def all_gather(self, own: int, others: int) -> Traffic:
-        """This site's to each other one."""
+        """Returns own bytes once for each other site, and the bytes of the others."""
         return Traffic(self.copies * own, others)
 
     def all_to_all(self, own: int, others: int) -> Traffic:
-        """Straight to each."""
+        """Returns the bytes as they are: each tensor goes directly to its site."""
         return Traffic(own, others)
 
     def share(self, nbytes: float, way: Route) -> float:
-        """Sums and two ways send 2 (S - 1) / S, gathered bytes S - 1."""
+        """Returns the gathered bytes that keep a link as busy as `nbytes` sent this way.
+
+        Sums and two-way send 2 (S - 1) / S of their bytes, a gather S - 1 times its own.
+        """
         return nbytes if way == Route.GATHER else 2 * nbytes / self.sites
 
     def delays(self, way: Route) -> int:
-        """Two all-reduces wait for each message of two rings."""
+        """Number of delays; low-rank sketches take two all-reduces, of 2 (S - 1) hops each."""
         return {Route.GATHER: 1, Route.TWO_WAY: 2, Route.REDUCE: 4 * (self.sites - 1)}[way]
 
 
@@ -83,9 +86,9 @@ def _in_a_ring(sites: int, nbytes: int) -> Traffic:
 
 @dataclass(frozen=True)
 class StarCost:
-    """Every payload goes to a hub, which is no site, and from there to whom it is for.
+    """Costs of a hub, which is no site, and relays every payload to its recipients.
 
-    A site sends its own once, and receives those of the S - 1 others, or their sum.
+    A site sends its payload once, and receives those of the S - 1 others, or their sum.
 
     Attributes:
         sites: S.
@@ -99,60 +102,61 @@ class StarCost:
         return 1
 
     def all_reduce(self, nbytes: int) -> Traffic:
-        """The tensor to the hub, and the sum back; a single site needs none."""
+        """Returns the bytes of the tensor and of its sum; 0 for a single site."""
         part = nbytes if self.sites > 1 else 0
         return Traffic(part, part)
 
     def all_gather(self, own: int, others: int) -> Traffic:
-        """This site's once; a single site's to nobody."""
+        """Returns own bytes once (a single site sends none), and the bytes of the others."""
         return Traffic(own if self.sites > 1 else 0, others)
 
     def all_to_all(self, own: int, others: int) -> Traffic:
-        """Through the hub, to each."""
+        """Returns the bytes as they are: the hub relays each tensor to its site."""
         return Traffic(own, others)
 
     def share(self, nbytes: float, way: Route) -> float:
-        """By what a site receives: S - 1 times what is gathered, but a sum once.
+        """Returns the gathered bytes that keep a link as busy as `nbytes` sent this way.
 
-        In two ways it gets 1 / S of every other site's, then the merged ones of all other sites.
+        What a site receives counts: S - 1 times a gathered payload, but a sum once. Two-way it
+        receives 1 / S of every other site's payload, and then the merged parts of all other sites.
         """
         if way == Route.GATHER:
             return nbytes
         return 2 * nbytes / self.sites if way == Route.TWO_WAY else nbytes / max(self.sites - 1, 1)
 
     def delays(self, way: Route) -> int:
-        """As many as there are rounds: to the hub and back takes an all-gather as long."""
+        """Number of rounds to the hub and back, each as long as an all-gather."""
         return {Route.GATHER: 1, Route.TWO_WAY: 2, Route.REDUCE: 2}[way]
 
 
 @dataclass(frozen=True)
 class BlindStarCost(StarCost):
-    """Through a hub that must not read what it relays, and so cannot add up.
+    """Costs of a hub that must not read what it relays, and so cannot sum.
 
-    What would be summed is gathered, and every site adds up itself.
+    An all-reduce becomes an all-gather, after which every site sums by itself.
     """
 
     def all_reduce(self, nbytes: int) -> Traffic:
-        """As an all-gather of the same."""
+        """Returns the traffic of an all-gather of the tensor."""
         return self.all_gather(nbytes, (self.sites - 1) * nbytes)
 
     def share(self, nbytes: float, way: Route) -> float:
-        """Sums are gathered."""
+        """Returns the gathered bytes that equal `nbytes` sent this way: sums are gathered."""
         return nbytes if way == Route.REDUCE else super().share(nbytes, way)
 
 
 def adds_up(cost: CostModel, nbytes: int) -> bool:
-    """Whether two sites of a process group send each other all of a sum, in one round."""
+    """True if two sites of a process group send each other a whole sum, in one round."""
     return isinstance(cost, RingCost) and cost.sites == 2 and 0 < nbytes <= cost.added_bytes
 
 
 def cost_of(compressor: Setup, sites: int) -> CostModel:
-    """What a method goes by: until it is attached, what torch.distributed costs."""
+    """Returns the cost model of a method: until it is attached, that of torch.distributed."""
     return compressor.cost or RingCost(sites)
 
 
 def waits_of(cost: CostModel, collective: Collective) -> float:
-    """How many times one collective waits for as long as an all-gather of few bytes."""
+    """Returns the delay of one collective, in delays of an all-gather of few bytes."""
     if collective == Collective.ALL_REDUCE:
         return cost.delays(Route.REDUCE) / 2  # sketches take two
     gathered = cost.delays(Route.GATHER)
@@ -162,18 +166,18 @@ def waits_of(cost: CostModel, collective: Collective) -> float:
 
 
 def messages_of(cost: CostModel, collective: Collective) -> float:
-    """That a site sends in one collective: a sum has one at each hop."""
+    """Returns how many messages a site sends in one collective: a sum takes one per hop."""
     sums = collective == Collective.ALL_REDUCE
     return waits_of(cost, collective) if sums else cost.copies
 
 
 def seconds(cost: CostModel, way: Route, busy_bytes: float, link: Link) -> float:
-    """Of the low-rank messages of a step.
+    """Returns the seconds that the low-rank messages of a step take.
 
     Args:
-        cost: of the transport.
-        way: how they travel.
-        busy_bytes: what the busiest site sends to all others together, or receives of them.
-        link: what the slowest site has.
+        cost: cost model of the transport.
+        way: route of the messages.
+        busy_bytes: bytes that the busiest site sends to all others, or receives from them.
+        link: of the slowest site.
     """
     return cost.delays(way) * link.delay_s + busy_bytes / link.bytes_per_s

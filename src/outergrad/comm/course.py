@@ -1,7 +1,7 @@
 """A long broadcast in pieces, each confirmed by all sites before the next is sent.
 
-The first site could not tell otherwise how far it has come: what it sends is in the buffers of its
-own system at once, from where it may take minutes on a slow link.
+Without confirmations rank 0 could not tell how far a broadcast has come: what it sends is at once
+in its own system's buffers, from where it may take minutes on a slow link.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from outergrad.core.types import Link
 _GROWTH = 4
 _MOST_BYTES = 1 << 26
 _SHARE = 0.125
-"""Of the timeout that a piece is to take: the first ones may pass a slow link in a burst."""
+"""Part of the timeout that a piece should take: the first ones may pass a slow link in a burst."""
 
 
 class Course:
-    """The pieces of what rank 0 sends to all, which grow as fast as the link allows.
+    """Broadcasts from rank 0 in pieces, which grow as fast as the link allows.
 
-    Every site knows the time of the slowest, so that all cut alike.
+    Every site learns the time of the slowest one, so that all cut the pieces alike.
 
     Args:
         comm: the transport.
@@ -37,7 +37,7 @@ class Course:
         self._pieces: list[tuple[float, int]] = []  # seconds and bytes of each
 
     def broadcast(self, flat: Tensor) -> None:
-        """Overwrites bytes with rank 0's."""
+        """Overwrites a tensor of bytes with rank 0's."""
         done = 0
         while done < flat.nbytes:
             piece = flat[done : done + self._next_bytes]
@@ -47,7 +47,7 @@ class Course:
             done += piece.nbytes
 
     def _confirmed(self, nbytes: int, own_s: float) -> None:
-        """All have it: the slowest site and the shortest timeout say how much comes next."""
+        # The slowest site and the shortest timeout decide the size of the next piece.
         told = words_of_all(self._comm, [round(1e6 * own_s), round(1e3 * self._timeout_s)])
         took_s = max(max(own for own, _ in told), 1) / 1e6
         self._timeout_s = min(timeout for _, timeout in told) / 1e3
@@ -56,7 +56,7 @@ class Course:
         self._next_bytes = min(_GROWTH * self._next_bytes, max(LEAST_BYTES, wanted), _MOST_BYTES)
 
     def settle(self) -> None:
-        """Tells the transport what it has found, if there was enough to send."""
+        """Tells the transport the measured link, if the broadcasts were long enough."""
         all_bytes = sum(nbytes for _, nbytes in self._pieces)
         if all_bytes >= LEAST_BYTES:
             bytes_per_s = all_bytes / sum(took_s for took_s, _ in self._pieces)
@@ -64,9 +64,10 @@ class Course:
 
 
 def _delay_s(pieces: Sequence[tuple[float, int]]) -> float:
-    """What a piece of no bytes would take: on the line below all pieces that are no smaller.
+    """Returns the seconds that a piece of no bytes would take.
 
-    That line begins at the fastest piece. A busy machine makes a piece slower, never faster.
+    They are extrapolated along a line (seconds over bytes) that begins at the fastest piece and
+    lies below all larger ones: a busy machine makes a piece slower, never faster.
     """
     least_s, least_bytes = min(pieces)
     sizes = {nbytes for _, nbytes in pieces}

@@ -1,7 +1,7 @@
-"""What sites that gave up or ended have left for each other, in the store by which they once met.
+"""A mailbox in the store of a group, where sites that abort or end leave texts for the others.
 
-The connections are closed then, and a store may be gone with the site that held it: a call that
-fails, or takes longer than its limit, is the last one.
+The connections are closed by then, and the store may be gone with the site that held it: a call
+that fails, or exceeds its limit, is the last one.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ AT_EXIT, AT_END, _READ_BY = f"{_WORD}/exit", f"{_WORD}/end/{{}}", f"{_WORD}/read
 
 
 class LastWords:
-    """A place where each site of a process group leaves a text when it gives the group up.
+    """A mailbox, where each site of a process group leaves a text when it aborts.
 
-    A site that leaves in order leaves one at the end of each session, and one when its process
-    ends; of several that a site has left, the first of these counts.
+    A site that leaves in order leaves a farewell at the end of each session, and one when its
+    process ends. The text of an abort counts before that of the process, and that before the
+    session's.
 
     Args:
         store: of the group.
-        rank: this site.
-        sites: their number.
-        session: the one whose texts count.
-        limit_s: for one call of the store, and for others to read.
+        rank: of this site.
+        sites: number of sites.
+        session: fingerprint of the session whose farewells count.
+        limit_s: seconds for one call of the store, and for others to read.
     """
 
     def __init__(
@@ -45,32 +46,32 @@ class LastWords:
         self._gone = False
 
     def leave(self, text: str) -> None:
-        """This site's, for the others, when it gives up."""
+        """Leaves this site's text for the others, when it aborts."""
         self._found[self._rank] = text
         self._limited(lambda: self._store.set(_WORD.format(self._rank), text))
 
     def leave_at_end(self, text: str, *, of_process: bool) -> None:
-        """This site's when it ends the session, or its whole process; others can read it then."""
+        """Leaves this site's farewell at the end of its session or process, readable on return."""
         key = AT_EXIT.format(self._rank) if of_process else AT_END.format(self._rank, self._session)
 
         def leave() -> None:
             self._store.set(key, text)
-            self._store.check([key])  # a TCPStore does not answer to what is set
+            self._store.check([key])  # a TCPStore sends no reply to `set`: this waits for one
 
         self._limited(leave)
 
     def gather(
         self, enough: Enough, patience_s: float, final: str | None = None
     ) -> list[str | None] | None:
-        """Those of all sites; waits for more until there are enough, or patience ends.
+        """Returns the texts of all sites, as soon as they are enough or patience ends.
 
-        None if the store is gone: then nobody can learn of anybody.
+        None if the store is gone: then no site can learn of another.
 
         Args:
-            enough: whether what is known of all sites is.
-            patience_s: how long to wait for it.
-            final: what this site leaves in place of its text when its patience ends. It looks
-                once more after that: of two sites at least one then knows of the other's end.
+            enough: whether the texts of all sites so far are enough.
+            patience_s: seconds to wait for that.
+            final: text that this site leaves in place of its own when its patience ends. It reads
+                once more after that, so that of two sites at least one learns of the other's end.
         """
         end = time.monotonic() + patience_s
         while not self._gone and not enough(self._found) and time.monotonic() < end:
@@ -81,11 +82,11 @@ class LastWords:
             self._limited(self._read)
         known = None if self._gone else list(self._found)
         self._limited(lambda: self._store.set(_READ_BY.format(self._rank), ""))
-        self.stay(self._readers)  # the store may end with this site
+        self.stay(self._readers)  # the store may end with this site, and they still read it
         return known
 
     def stay(self, sites: Sequence[int]) -> None:
-        """Waits until these have read what was left."""
+        """Waits, up to the limit, until these sites have read what was left."""
         end, read = time.monotonic() + self._limit_s, [_READ_BY.format(site) for site in sites]
         while read and not self._gone and time.monotonic() < end and not self._all_there(read):
             time.sleep(_POLL_S)
@@ -96,18 +97,18 @@ class LastWords:
         return any(found)
 
     def _read(self) -> None:
-        """All that is there now."""
         for site in range(self._sites):
             for kind in (_WORD, AT_EXIT, AT_END):
                 key = kind.format(site, self._session)
                 if self._found[site] is None and self._store.check([key]):
                     self._found[site] = self._store.get(key).decode(errors="replace")
+                    # only a site that aborts reads what others left
                     self._readers += [site] if kind == _WORD else []
 
     def _limited(self, call: Callable[[], object]) -> None:
-        """Does it unless the store is gone, or notes that it is.
+        """Calls unless the store is gone, and notes if it is gone by that.
 
-        One whose server was stopped does not keep to its own timeout.
+        A store whose server was stopped exceeds its own timeout, so the call has a thread.
         """
         if self._gone:
             return
@@ -123,6 +124,6 @@ class LastWords:
 
         try:
             threading.Thread(target=run, daemon=True).start()
-        except RuntimeError:  # Python is shutting down: a word that is set waits for no answer
+        except RuntimeError:  # Python is shutting down; a `set` waits for no reply
             run()
         self._gone = not done.wait(self._limit_s) or self._gone

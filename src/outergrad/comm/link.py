@@ -1,4 +1,4 @@
-"""What the link to the other sites is like: measured once, by a few exchanges."""
+"""The measurement of the link to the other sites, by a few exchanges."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _SMALL_PAIRS = 4
 _LARGE_PAIRS = 2
 _MIDDLE_BYTES = 1 << 14
 _LARGE_BYTES = 1 << 18
-"""What a site sends in one of the larger exchanges: all four take 0.9 s at 10 Mbit/s."""
+"""Bytes that a site sends in one of the larger exchanges: all four take 0.9 s at 10 Mbit/s."""
 _LONG_S = 0.25
-"""For the middle one: on so slow a link it tells enough."""
+"""Seconds of the middle exchange from which on it alone tells the rate of a link."""
 _SHORT_S = 0.02
-"""For the large one: where it takes so little, a processor that was busy counts for much."""
+"""Seconds of the large exchange below which it is repeated: a busy CPU counts for much then."""
 _MORE_PAIRS = 8
 
 _LEAST_S = 1e-6
-"""Below this, clocks and a loopback's noise are all that is measured."""
+"""Seconds below which only clocks and a loopback's noise are measured."""
 
 
 def measured_link(comm: Comm) -> Link:
-    """The delay and rate of the slowest site, the same on every site.
+    """Returns the delay and rate of the slowest site, the same on every site.
 
-    Blocks until the other sites do it, too; takes about a second at 10 Mbit/s.
+    Blocks until the other sites call it, too; takes about a second at 10 Mbit/s.
     """
     others = comm.world_size - 1
     _exchange_s(comm, 1)  # sites come at different times, and connections may have to be made
@@ -47,21 +47,21 @@ def measured_link(comm: Comm) -> Link:
 
 
 def _least_s(comm: Comm, nbytes: int, pairs: int = _LARGE_PAIRS) -> float:
-    """Of some exchanges: the processor may have been busy in one."""
+    """Returns the seconds of the fastest of some exchanges: the CPU may be busy in others."""
     return min(_exchange_s(comm, nbytes) for _ in range(pairs))
 
 
 def _exchange_s(comm: Comm, nbytes: int) -> float:
-    """Seconds for an all-gather with so many bytes of each site.
+    """Returns the seconds of an all-gather with so many bytes of each site.
 
-    Half of two: where one site is ahead of another, its first takes as much longer as its second
-    takes less.
+    They are half of two all-gathers: if a site is ahead of another, its first takes as much longer
+    as its second takes less.
     """
     message = torch.zeros(nbytes, dtype=torch.uint8, device=comm.device)
     began = time.perf_counter()
     for _ in range(2):
         for part in comm.all_gather(message, [nbytes] * comm.world_size).wait():
-            part[-1].item()  # a device must have it, too
+            part[-1].item()  # waits until the device has it, too
     return max((time.perf_counter() - began) / 2, _LEAST_S)
 
 

@@ -1,4 +1,4 @@
-"""A transport without a network: all other sites do what this one does."""
+"""A transport without a network, on which all other sites do what this one does."""
 
 from __future__ import annotations
 
@@ -25,52 +25,52 @@ class Mirrored:
         self._result, self._tracer, self._index = result, tracer, index
 
     def wait(self) -> Any:
-        """The result."""
+        """Returns the result, and notes that it was awaited."""
         self._tracer.awaited(self._index)
         return self._result
 
 
 class Mirror:
-    """What sessions on one mirror have in common."""
+    """The key that the sessions on one mirror share (`Comm.key`)."""
 
 
 class MirrorBoard(Board):
-    """Of sites that write what this one writes, each under a key that ends with its number."""
+    """A board of sites that write what this one writes, each under a key that ends in its rank."""
 
     def __init__(self) -> None:
         self._put: dict[str, bytes] = {}
 
     def first(self, key: str, text: str) -> str:
-        """The text: nobody else writes one."""
+        """Returns the text: no other site writes one."""
         return text
 
     def slot(self, key: str) -> str | None:
-        """None: nobody is lost, and nobody asks."""
+        """Returns None: no site is lost, and none asks for anything."""
         return None
 
     def put(self, key: str, content: bytes) -> None:
-        """Keeps it."""
+        """Keeps the content, under the key without its rank."""
         self._put[key.rpartition(" ")[0]] = content
 
     def get(self, key: str) -> bytes | None:
-        """What this site has put."""
+        """Returns the content that this site has put, for the key of any rank."""
         return self._put.get(key.rpartition(" ")[0])
 
     def farewell(self, site: int, session: int) -> str | None:
-        """None: nobody leaves."""
+        """Returns None: no site leaves."""
         return None
 
 
 class MirrorComm(Comm):
     """The collectives of site 0 among sites with the same rows and the same gradients.
 
-    Bytes are counted as by `TorchComm`. What copies and sums cost here, where they stand for the
-    network, is not counted as the site's time.
+    Bytes are counted as by `TorchComm`. The time of copies and sums that stand for the network is
+    not counted as the site's own.
 
     Args:
-        sites: How many there are, this one too.
-        tracer: Is told what is started and awaited.
-        cost: What collectives cost; those of `TorchComm` if None.
+        sites: Number of sites, this one too.
+        tracer: Records the collectives that are started and awaited.
+        cost: Cost model of the collectives; that of `TorchComm` if None.
     """
 
     def __init__(self, sites: int, tracer: Tracer, cost: CostModel | None = None) -> None:
@@ -83,7 +83,7 @@ class MirrorComm(Comm):
         self._turn, self._posted = 0, Counter[int]()
 
     def take_turn(self, turn: int) -> None:
-        """Receives of turns that are over are forgotten."""
+        """Sets the turn, and forgets the receives of turns that are over."""
         self._turn = turn
         if turn:
             tags = range(tag_of(turn, 0), tag_of(turn + 2, 0))
@@ -92,17 +92,17 @@ class MirrorComm(Comm):
     def expect(
         self, sizes: Sequence[int], turn: int, dtype: torch.dtype = torch.uint8, lane: int = 0
     ) -> None:
-        """Counts receives that would be posted, which saves a delay on process groups."""
+        """Counts receives that a process group would post ahead, which saves it a delay."""
         if isinstance(self.cost, RingCost):
             self._posted[tag_of(turn, lane)] += 1
 
     def expect_sum(self, size: int, turn: int, dtype: torch.dtype) -> None:
-        """The same of a sum that two sites would add up, if the link is such."""
+        """Counts the receives of a sum that two sites of a process group would post ahead."""
         if isinstance(self.cost, RingCost) and self.world_size == 2:
             self._posted[tag_of(turn, SUMS_LANE)] += 1
 
     def all_reduce(self, t: Tensor) -> Mirrored:
-        """As many times t as there are sites, in place."""
+        """Multiplies t by the number of sites, in place."""
         with self._tracer.away():
             traffic = self.cost.all_reduce(t.nbytes)
             summed = t.mul_(self.world_size)
@@ -110,7 +110,7 @@ class MirrorComm(Comm):
             return self._exchanged(summed, Collective.ALL_REDUCE, traffic, total, SUMS_LANE)
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Mirrored:
-        """Of every site what this one sends, under its own name."""
+        """Returns this site's tensor as it would come from every site, with the rank of each."""
         with self._tracer.away():
             parts = self._as_from_all(t, sizes)
             nbytes = sum(part.nbytes for part in parts)
@@ -119,7 +119,7 @@ class MirrorComm(Comm):
             return self._exchanged(parts, Collective.ALL_GATHER, traffic, total, lane)
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Mirrored:
-        """Of every site what this one has for itself, under its own name."""
+        """Returns this site's own part as it would come from every site, with the rank of each."""
         with self._tracer.away():
             own, nbytes = parts[0], sum(part.nbytes for part in parts)
             others = self.world_size - 1
@@ -143,13 +143,13 @@ class MirrorComm(Comm):
         return Mirrored(result, self._tracer, index)
 
     def broadcast(self, t: Tensor) -> None:
-        """Nothing: this is site 0."""
+        """Does nothing: this is site 0."""
 
     def give_up(
         self, text: str, final: str, enough: Enough, patience_s: float, session: int = 0
     ) -> list[str | None]:
-        """Nobody is lost here."""
+        """Returns the text for every site: none is lost here."""
         return [text] * self.world_size
 
     def close(self) -> None:
-        """Nothing: there are no connections."""
+        """Does nothing: there are no connections."""

@@ -14,7 +14,7 @@ from outergrad.core.transport import Transport
 class TorchDistributed(Transport):
     """The process groups of torch.distributed: the transport that is used unless another is given.
 
-    `timeout` is for a message; None for that of the group.
+    `timeout` is for one message; None for the timeout of the group.
     """
 
     settings = frozenset({"group", "timeout"})
@@ -26,10 +26,10 @@ class TorchDistributed(Transport):
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
     ) -> TorchComm:
-        """Collectives over a process group, the default one if None.
+        """Returns the collectives over a process group, the default group if None.
 
         Raises:
-            RuntimeError: there is none.
+            RuntimeError: there is no process group.
         """
         return TorchComm(_default() if group is None else group, device, timeout)
 

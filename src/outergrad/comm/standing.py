@@ -1,7 +1,7 @@
-"""What a site leaves for the others when it ends or gives up: how far it came, and why it went.
+"""Failure reports, which a site leaves for the others when it ends or aborts.
 
-Texts of other sites are read from a store that others may write to, too: whatever stands there,
-reading it raises nothing.
+They are read from a store that others may write to, too: reading one never raises, whatever the
+store holds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 ENDED = ("session", "process")
 LONGEST_WHY = 300
-"""Characters of an error that are told to other sites."""
+"""Most characters of an error that other sites are told."""
 
 _LONGEST_TEXT = 1 << 14
 _MOST_SITES = 1 << 20
@@ -25,10 +25,10 @@ _BITS = 63
 
 @dataclass(frozen=True)
 class LastStep:
-    """How the last step of a session ended on a site.
+    """The last step of a session on a site.
 
     Attributes:
-        steps: how many have come to their end, discarded ones too.
+        steps: number of steps that have ended, discarded ones too.
         counted: whether the last of them was applied.
     """
 
@@ -38,24 +38,24 @@ class LastStep:
 
 @dataclass(frozen=True)
 class Standing:
-    """How far a site has come; what it leaves for the others.
+    """The failure report of a site: how far it has come, and why it ended or aborted.
 
     Attributes:
-        step: synchronised steps of the session before the one in which it gave up.
-        session: fingerprint of that session; 0 where it was in none.
-        voted: whether it said of that step that it may count.
+        step: synchronised steps of the session before the one in which the site aborted.
+        session: fingerprint of that session; 0 if the site was in none.
+        voted: whether the site voted that this step may count.
         silent: sites that it waited for in vain.
-        gone: those whose connections were closed: who closes them leaves word before.
-        waited_s: how long it had waited when it gave up: the one that is late has not.
-        ends: of the sessions on the group, by their fingerprints.
-        why: an error of its own, if it went because of that.
-        timed_out: whether it gave up because it had waited for too long.
-        ended: "session" or "process", if it left because that came to its end.
-        settled: whether it has stopped waiting for the word of others.
-        made: how many steps have come to their end, those of all sessions on the group.
-        sent: whether some other site may have applied the next one: it has what it needs of this.
-        goes_on: whether other sessions are left on the group, where one has ended.
-        digests: by session, of what came in its last steps, where it has ended.
+        gone: sites that closed their connections: a site leaves its report before it does so.
+        waited_s: seconds that it had waited when it aborted: a site that is late has not waited.
+        ends: last step of each session on the group, by the session's fingerprint.
+        why: the site's own error, if it aborted because of one.
+        timed_out: whether it aborted because it had waited for too long.
+        ended: "session" or "process", if it left because that ended.
+        settled: whether it has stopped waiting for the reports of others.
+        made: number of steps that have ended, in all sessions on the group.
+        sent: whether another site may have applied the next step: it has all that this site sends.
+        goes_on: whether other sessions are left on the group, if one has ended.
+        digests: digest of what was received in the last steps of each ended session.
     """
 
     step: int
@@ -75,7 +75,7 @@ class Standing:
     digests: Mapping[int, int] = field(default_factory=dict)
 
     def text(self) -> str:
-        """As it is left."""
+        """Returns the report as JSON."""
         ends = {str(one): [end.steps, end.counted] for one, end in self.ends.items()}
         digests = {str(one): digest for one, digest in self.digests.items()}
         told = {"ends": ends, "why": printable(self.why), "digests": digests}
@@ -83,7 +83,7 @@ class Standing:
 
     @staticmethod
     def of(text: str) -> Standing | None:
-        """What a site has left; None if it cannot be read."""
+        """Reads a report; returns None if it cannot be read."""
         if len(text) > _LONGEST_TEXT:
             return None
         try:
@@ -95,13 +95,13 @@ class Standing:
 
 
 def printable(text: str) -> str:
-    """One line of bounded length, without control characters."""
+    """Returns a text as one line of bounded length, without control characters."""
     line = "".join(c if c.isprintable() else " " for c in text[: 2 * LONGEST_WHY])
     words = " ".join(line.split())
     return words if len(words) <= LONGEST_WHY else f"{words[: LONGEST_WHY - 3]}..."
 
 
-# These raise one of what `Standing.of` catches, if anything is not as it is left.
+# These raise one of the errors that `Standing.of` catches, if a value is malformed.
 
 
 def _a(kind: type[T], value: object) -> T:
@@ -143,4 +143,4 @@ _READERS: dict[str, Callable[[object], Any]] = {
     "Mapping[int, LastStep]": _ends,
     "Mapping[int, int]": _digests,
 }
-"""By the types of the fields."""
+"""Readers of values from JSON, by the annotations of the fields."""

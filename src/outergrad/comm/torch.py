@@ -1,4 +1,4 @@
-"""The collectives of torch.distributed, counted."""
+"""The collectives of torch.distributed, with a count of their bytes."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from outergrad.core.transport import Comm, Enough
 from outergrad.core.types import Link
 
 _Receives = list[tuple[dist.Work, Sequence[int]]]
-"""Transfers, each with the sites that it depends on."""
+"""Transfers under way, each with the ranks that it depends on."""
 _Receiving = tuple[list[Tensor], _Receives]
-"""What every site sends, and the transfers that bring it."""
+"""Tensors for the messages of all sites, and the transfers that fill them."""
 SEND, RECEIVE = "send", "recv"
-"""Of the group itself: what torch.distributed checks before takes as long as the call."""
+"""Methods of the group itself: the checks of torch.distributed take as long as the call."""
 _PATIENCE = timedelta(seconds=30)
 _BRIEFLY_S = 1.0
-"""How long a site that leaves in order may wait for the store."""
+"""Seconds that a site which leaves in order may wait for the store."""
 
 
 class TorchComm(Comm):
     """Collectives over a process group, for tensors of one device.
 
-    A gloo group moves CUDA tensors through host memory; so do headers, so that reading them does
-    not stop the device.
+    With a gloo group, CUDA tensors go through host memory. Headers are on the host as well, so that
+    reading them does not stop the device.
 
     Args:
-        group: the sites.
+        group: process group of the sites.
         device: of the tensors.
-        timeout: without anything arriving, once this site waits; None for the group's own.
+        timeout: of a wait in which nothing arrives; None for the group's own.
     """
 
     host = USUAL_HOST
@@ -72,8 +72,8 @@ class TorchComm(Comm):
         self._host = torch.device("cpu") if has_backend(group, "cpu") else device
         self._wire = device if has_backend(group, device.type) else self._host
         self._added_bytes: float = ADDED_BYTES if sites == 2 and self._wire.type == "cpu" else 0
-        """Of the longest sum that two sites add up: `adds_up`, without a call at each sum."""
-        # NCCL would stop the host to watch the clock, and has a watchdog of its own.
+        """Largest sum that two sites send each other whole: `adds_up`, without a call per sum."""
+        # With NCCL, a wait with a timeout would block the host; it has a watchdog of its own.
         self.pace = Pace(timeout if self._wire.type == "cpu" else None)
         self.patience_s = (timeout or _PATIENCE).total_seconds()
         if self.world_size > 1 and self._wire.type == "cpu":
@@ -85,8 +85,9 @@ class TorchComm(Comm):
     def all_reduce(self, t: Tensor) -> Ready | TorchWork:
         """Sums t over the sites in place, on its own device.
 
-        Counts what a ring sends: 2 (S - 1) / S of the tensor. Two sites send each other all of a
-        short one, and of a long one if the link is far: as many bytes in fewer delays.
+        Counts the bytes that a ring sends: 2 (S - 1) / S of the tensor. Two sites send each other
+        the whole of a short tensor, and of a long one if the link has a large delay: as many bytes
+        in fewer delays.
         """
         if self.world_size == 1:
             return Ready(t)
@@ -110,7 +111,7 @@ class TorchComm(Comm):
         return self._exchanged([own, own], [len(own)] * 2, t.device, SUMS_LANE, sum_into(t))
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Ready | TorchWork:
-        """Every site's 1-D tensor on every site, straight from its owner.
+        """Gathers every site's 1-D tensor on every site, directly from its owner.
 
         A ring would cost S - 1 delays; all pairs at once cost one.
 
@@ -125,13 +126,13 @@ class TorchComm(Comm):
         return self._exchanged([staged] * self.world_size, sizes, t.device, lane)
 
     def take_turn(self, turn: int) -> None:
-        """Messages of every turn have tags of their own: gloo cannot cancel a receive.
+        """Gives messages from now on the tags of a turn: gloo cannot cancel a receive.
 
-        Receives of turns that are over or left out are forgotten here. In gloo they go on to wait,
+        Receives of turns that are over or left out are forgotten here. In gloo they stay posted,
         for a few hundred bytes of memory at both sites.
         """
         self._turn = turn
-        if not turn:  # a step is over, which nobody began before it had made the one before
+        if not turn:  # a step has ended, which no site began before it ended the previous one
             self.pace.confirmed()
         if turn and self._posted:
             tags = range(tag_of(turn, 0), tag_of(turn + 2, 0))
@@ -140,55 +141,55 @@ class TorchComm(Comm):
     def expect(
         self, sizes: Sequence[int], turn: int, dtype: torch.dtype = torch.uint8, lane: int = 0
     ) -> None:
-        """Posts the receives of the next exchange of a turn and lane for which none are posted yet.
+        """Posts the receives of the next exchange of a turn and lane that has none posted yet.
 
-        gloo sends nothing before it knows of the receive: where that is posted a delay before the
+        gloo sends nothing before it knows of the receive: if that is posted one delay before the
         other site sends, the message takes one delay, otherwise two. A receive has no deadline
         before its exchange waits for it.
 
         Args:
-            sizes: of what each site will send.
+            sizes: length of the tensor that each site will send.
             turn: this one or the next.
-            dtype: of it.
+            dtype: of the tensors.
             lane: as for `all_gather`.
         """
         if self.world_size > 1 and self._is_gloo and self._wire.type == "cpu":
             tag = tag_of(turn, lane)
             parts = [room(torch.empty(0, dtype=dtype), size, r) for r, size in enumerate(sizes)]
-            with if_open():  # whoever waits for the exchange hears of a site that is gone
+            with if_open():  # the wait for the exchange raises if a site is gone
                 self._posted.setdefault(tag, deque()).append((parts, self._receives(parts, tag)))
 
     def expect_sum(self, size: int, turn: int, dtype: torch.dtype) -> None:
-        """The same of an `all_reduce`, if both sites will add up."""
+        """Posts the receives of an `all_reduce`, if two sites send each other the whole sum."""
         if 0 < size * dtype.itemsize <= self._added_bytes:
             self.expect([size, size], turn, dtype, SUMS_LANE)
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Ready | TorchWork:
-        """Another 1-D tensor to every site, straight to it; in one delay, like `all_gather`.
+        """Sends each site a 1-D tensor of its own, directly and in one delay, like `all_gather`.
 
         Args:
-            parts: for each site what it gets; what is for this one stays here.
-            sizes: the length of what each site has for this one, at least 1.
+            parts: one tensor per site; this site's own stays here.
+            sizes: length of each site's tensor for this one, at least 1.
         """
         if self.world_size == 1:
             return Ready([parts[0]])
         return self._exchanged([self._staged(t) for t in parts], sizes, parts[0].device)
 
     def settle_pace(self, link: Link, timeout_s: float) -> None:
-        """From now on messages are received in parts, each with a timeout of its own.
+        """Receives messages from now on in parts, each with a timeout of its own.
 
-        Two sites add up longer sums themselves, where a ring would wait for the link.
+        Two sites send each other longer sums whole, where a ring would wait for the link.
         """
         self.pace.settle(link.bytes_per_s, timeout_s, len(self._others))
         self.cost = cost = RingCost(self.world_size).over(link)
         self._added_bytes = cost.added_bytes if self._added_bytes else 0
 
     def all_began(self) -> None:
-        """An exchange is over which nobody began before it had all that was sent to it before."""
+        """Notes the end of an exchange that no site began before it had all earlier messages."""
         self.pace.confirmed()
 
     def _staged(self, t: Tensor) -> Tensor:
-        """Where the group can send it from."""
+        """Returns t on a device from which the group can send it."""
         return t if t.device in (self._wire, self._host) else t.to(self._wire)
 
     def _exchanged(
@@ -199,7 +200,7 @@ class TorchComm(Comm):
         lane: int = 0,
         then: Callable[[list[Tensor]], Any] = list,
     ) -> TorchWork:
-        """What every site has for this one, on the device."""
+        """Starts to exchange tensors with all other sites; the result is on the device."""
         own = outgoing[self.rank]
         sent_bytes = sum(t.nbytes for t in outgoing) - own.nbytes
         self.sent_bytes += sent_bytes
@@ -217,7 +218,8 @@ class TorchComm(Comm):
         self.received_bytes += sum(t.nbytes for t in parts) - parts[self.rank].nbytes
 
         def result() -> Any:
-            parts[self.rank] = outgoing[self.rank]  # which lives until all has been sent
+            # Holding `outgoing` here keeps its tensors alive until all have been sent.
+            parts[self.rank] = outgoing[self.rank]
             return then([part.to(device) for part in parts])
 
         return TorchWork(receives, result, self.pace, self.pace.all_sent, sends)
@@ -243,7 +245,7 @@ class TorchComm(Comm):
         return [(self._started(RECEIVE, part, o, tag), (o,)) for o, part in wanted]
 
     def _sends(self, outgoing: Sequence[Tensor], tag: int) -> list[dist.Work]:
-        """What can be sent: of a site that is gone it is heard where its own message is missed."""
+        """Starts to send; skips a site that is gone, for whose own message the wait will raise."""
         works: list[dist.Work] = []
         for o in self._others:
             with if_open():
@@ -260,24 +262,24 @@ class TorchComm(Comm):
     def give_up(
         self, text: str, final: str, enough: Enough, patience_s: float, session: int = 0
     ) -> list[str | None] | None:
-        """Leaves a text for the other sites, closes the connections, and gathers the others'.
+        """Leaves a text for the other sites, closes the connections, and gathers their texts.
 
-        None if the store of the group is gone; `LastWords` explains the arguments.
+        Returns None if the group has no store, or it is gone; `LastWords` explains the arguments.
         """
         words = self._last_words(session)
         if words is None:
             self.close()
             return None
-        words.leave(text)  # first: who finds a connection closed may look for it
+        words.leave(text)  # before closing: a site that finds itself cut off looks for the text
         self.close()
         return words.gather(enough, patience_s, final)
 
     def notes(self, session: int) -> LastWords | None:
-        """Where a site that leaves in order leaves word of it, without much waiting."""
+        """Returns the mailbox for farewells, which waits only briefly; None without a store."""
         return self._last_words(session, _BRIEFLY_S)
 
     def _last_words(self, session: int, limit_s: float | None = None) -> LastWords | None:
-        """None where sites have no store to leave something in."""
+        """Returns the mailbox of the group, or of its mesh; None if the sites share no store."""
         if self.mesh is not None and self.mesh.has_place:
             return self.mesh.words(session, limit_s)
         store = store_of(self.group) if self._store is None else self._store
@@ -286,9 +288,9 @@ class TorchComm(Comm):
         return LastWords(store, self.rank, self.world_size, session, limit_s)
 
     def close(self) -> None:
-        """Closes all connections, so that the other sites hear at once of the end.
+        """Closes all connections, so that the other sites notice the end at once.
 
-        gloo has no call for it, but closes them when a receive is not answered in time.
+        gloo has no call for that, but closes a connection when a receive on it times out.
         """
         if self._host.type != "cpu" or not self._is_gloo:
             with suppress(RuntimeError, AttributeError, NotImplementedError):
@@ -308,12 +310,12 @@ class TorchComm(Comm):
             work = dist.broadcast(staged, group=self.group, group_src=0, async_op=True)
         assert work is not None
         TorchWork([(work, self._only_other)], lambda: None, self.pace).wait()
-        # A thread of gloo's may hold it a little longer; were it the last to do so while the
-        # interpreter shuts down, the process would abort.
+        # A thread of gloo's may hold the tensor a little longer. If its reference were the last one
+        # while the interpreter shuts down, the process would abort.
         self._kept = staged
         if staged is not t:
             t.copy_(staged)
 
     def control(self, values: Sequence[int]) -> Tensor:
-        """An int64 tensor where collectives on it do not disturb the device, if possible."""
+        """Returns an int64 tensor, on the host if possible: reading it does not stop the device."""
         return torch.tensor(values, dtype=torch.int64, device=self._host)

@@ -1,4 +1,4 @@
-"""What a step computes and exchanges, in the order of the program."""
+"""Traces of a step: its computing time and its collectives, in program order."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from outergrad.core.cost import Traffic
 
 @dataclass(frozen=True)
 class Started:
-    """A collective was started.
+    """The event that a collective was started.
 
     Attributes:
         at_s: Seconds that the site had computed by then.
-        collective: Which.
+        collective: Its kind.
         traffic: Payload of this site.
         total: Payload of all sites together.
         is_expected: Whether its receives were posted a step before.
@@ -32,11 +32,11 @@ class Started:
 
 @dataclass(frozen=True)
 class Awaited:
-    """The training thread cannot go on without the result of a collective.
+    """The event that the training thread waits for the result of a collective.
 
     Attributes:
         at_s: Seconds that the site had computed by then.
-        index: Of the collective, in the order in which they were started.
+        index: Index of the collective, in the order in which they were started.
     """
 
     at_s: float
@@ -45,11 +45,11 @@ class Awaited:
 
 @dataclass(frozen=True)
 class Trace:
-    """One step of one site.
+    """The trace of one step of one site.
 
     Attributes:
-        events: What it exchanged, in order.
-        compute_s: Seconds that it computed in all, none of them spent on waiting.
+        events: Collectives started and awaited, in order.
+        compute_s: Seconds that the site computed in all, without waiting.
     """
 
     events: tuple[Started | Awaited, ...]
@@ -57,29 +57,29 @@ class Trace:
 
     @property
     def messages(self) -> list[Started]:
-        """The collectives, in order."""
+        """The collectives that were started, in order."""
         return [event for event in self.events if isinstance(event, Started)]
 
 
 class Tracer:
-    """Takes down one step after another, on a clock that can be stopped."""
+    """Records one step after another, on a clock that can be stopped."""
 
     def __init__(self) -> None:
         self._since: float | None = None
         self.begin()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begins a step."""
         self._events: list[Started | Awaited] = []
         self._computed_s, self._since = 0.0, time.perf_counter()
 
     def end(self) -> Trace:
-        """The step that began last is over."""
+        """Returns the trace of the step that began last."""
         return Trace(tuple(self._events), self._now_s())
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Seconds inside are not counted: what is done there is not the site's work."""
+        """Stops the clock for work that stands for the network, and is not the site's own."""
         self._computed_s, self._since = self._now_s(), None
         yield
         self._since = time.perf_counter()
@@ -92,13 +92,13 @@ class Tracer:
         *,
         is_expected: bool = False,
     ) -> int:
-        """Takes down that a collective was started; returns its index."""
+        """Records that a collective was started; returns its index."""
         index = sum(isinstance(event, Started) for event in self._events)
         self._events.append(Started(self._now_s(), collective, traffic, total, is_expected))
         return index
 
     def awaited(self, index: int) -> None:
-        """Takes down that its result is needed."""
+        """Records that the training thread waits for the result of a collective."""
         self._events.append(Awaited(self._now_s(), index))
 
     def _now_s(self) -> float:

@@ -1,4 +1,4 @@
-"""A few numbers of every site, for every site."""
+"""An exchange of a few integers between all sites."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from outergrad.core.transport import Comm
 
 
 def words_of_all(comm: Comm, words: Sequence[int], lane: int = 0) -> list[list[int]]:
-    """What every site says, in the order of sites: as many int64 words as this one."""
+    """Gathers as many int64 words from every site as from this one, in rank order."""
     sizes = [len(words)] * comm.world_size
     return [t.tolist() for t in comm.all_gather(comm.control(words), sizes, lane=lane).wait()]

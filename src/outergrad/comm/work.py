@@ -1,4 +1,4 @@
-"""Transfers of torch.distributed under way, and what becomes of their errors."""
+"""Transfers of torch.distributed under way, and the conversion of their errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ENDS = ("closed by peer", "reset by peer", "pair closure", "roken pipe")
 
 
 class transport:  # noqa: N801  # a context manager, around every call
-    """Gives the errors of a transport a type of their own."""
+    """Converts RuntimeErrors of the transport into ExchangeErrors."""
 
     def __init__(self, sites: Sequence[int] = ()) -> None:
         self._sites = sites
@@ -32,14 +32,14 @@ class transport:  # noqa: N801  # a context manager, around every call
 
 
 def failed(error: RuntimeError, sites: Sequence[int]) -> ExchangeError:
-    """What an error of a transport is here; where a context manager would cost too many calls."""
+    """Returns a transport's error as ExchangeError, with fewer calls than by `transport`."""
     kind = _kind(str(error))
     told = str(error) if kind == Failure.TRANSPORT else kind.value
     return ExchangeError(told, sites, kind=kind)
 
 
 def _kind(error: str) -> Failure:
-    """What gloo says in many words: the one place that looks into them."""
+    """Classifies an error by gloo's message; only this function reads the words of one."""
     if "imed out" in error:
         return Failure.TIMEOUT
     return Failure.CLOSED if any(words in error for words in _ENDS) else Failure.TRANSPORT
@@ -47,7 +47,7 @@ def _kind(error: str) -> Failure:
 
 @contextmanager
 def if_open() -> Iterator[None]:
-    """Around what begins without being waited for: nothing, where a site has closed."""
+    """Ignores that a site has closed its connection, around transfers that are only started."""
     try:
         yield
     except ExchangeError as error:
@@ -56,13 +56,13 @@ def if_open() -> Iterator[None]:
 
 
 class Ready:
-    """Work that is done: what a single site has."""
+    """Work that is done already, as with a single site."""
 
     def __init__(self, result: Any) -> None:
         self._result = result
 
     def wait(self) -> Any:
-        """The result, at once."""
+        """Returns the result at once."""
         return self._result
 
 
@@ -70,13 +70,13 @@ class TorchWork:
     """Transfers of torch.distributed under way.
 
     Args:
-        works: each with the sites that it depends on, as far as one can tell.
-        result: what `wait` returns.
-        pace: how long they may take.
-        ready: when they could begin to arrive, by the monotonic clock: others may wait for what
-            this site has sent before.
-        sends: what this site sends besides. If it does not arrive, whoever waits for it will say
-            so: what this site has received is there all the same.
+        works: transfers, each with the ranks that it depends on, as far as these are known.
+        result: call that makes the result of `wait`.
+        pace: timeouts of the transfers.
+        ready: when they could begin to arrive, by the monotonic clock: other sites may first have
+            to receive what this site has sent before.
+        sends: transfers from this site. Their failure is ignored: the site that waits for them
+            reports it, and what this site has received is valid all the same.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class TorchWork:
         self._ready, self._sends = ready, sends
 
     def wait(self) -> Any:
-        """Blocks for the transfer (on CUDA: orders the current stream behind it)."""
+        """Blocks until the transfers are done (on CUDA: orders the current stream behind them)."""
         began = time.monotonic()
         since = max(began, self._ready)
         for work, sites in self._works:
@@ -101,7 +101,7 @@ class TorchWork:
                 lost = failed(error, sites)
                 lost.waited_s = time.monotonic() - began
                 raise lost from error
-            since = max(time.monotonic(), self._ready)
+            since = max(time.monotonic(), self._ready)  # the next part has the timeout for itself
         for work in self._sends:
             with suppress(RuntimeError):
                 self._wait(work, since)
@@ -117,10 +117,10 @@ class TorchWork:
 
 
 def room(like: Tensor, size: int, rank: int) -> Tensor:
-    """Room for the tensor that a site announced; memory is taken as it fills.
+    """Allocates the tensor that a site announced; its memory is taken as it fills.
 
     Raises:
-        ExchangeError: there is none for so much.
+        ExchangeError: there is no memory for it.
     """
     try:
         return like.new_empty(size)
@@ -129,7 +129,7 @@ def room(like: Tensor, size: int, rank: int) -> Tensor:
 
 
 def sum_into(t: Tensor) -> Callable[[Sequence[Tensor]], Tensor]:
-    """Adds two tensors up, in the order of sites, in place of one of them, which it returns."""
+    """Returns a function that adds two tensors in rank order, into t, and returns t."""
 
     def summed(parts: Sequence[Tensor]) -> Tensor:
         torch.add(*parts, out=t.view(-1))

@@ -1,1 +1,1 @@
-"""The nouns of outergrad and the protocols between its rooms: no behaviour."""
+"""Data types of outergrad and the protocols between its packages; contains no behaviour."""

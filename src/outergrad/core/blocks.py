@@ -1,4 +1,4 @@
-"""Parts of a model that every site computes again: what they are, and what they leave behind."""
+"""Blocks: parts of a model that every site replays (recomputes) instead of receiving gradients."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 UNSENDABLE = 1 << 40
-"""Bytes of a block that must not be sent: more than any gradient has."""
+"""Announced bytes of a block that must not be sent: larger than any gradient."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A part of the model that every site computes again, forward and backward, for all sites.
+    """A part of the model whose forward and backward every site recomputes for all sites.
 
     Attributes:
-        name: of the module, or of the first and the last.
+        name: full name of the module, or of the first and the last module of a chain.
         params: full names of its trained parameters.
     """
 
@@ -26,19 +26,19 @@ class Block:
 
     @property
     def label(self) -> str:
-        """What its bytes are booked on."""
+        """Name under which the statistics book the block's bytes."""
         return self.name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replays:
-    """What a method wants to be computed again.
+    """The parts of a model that a method wants to have recomputed on every site.
 
     Attributes:
         blocks: patterns of full names of modules.
-        chains: whether chains of layers in an `nn.Sequential`, too.
-        recurrent: whether `nn.RNN`, `nn.GRU` and `nn.LSTM`, too.
-        raw_inputs: whether what enters the model may be sent as it is.
+        chains: whether chains of layers in an `nn.Sequential` are recomputed, too.
+        recurrent: whether `nn.RNN`, `nn.GRU` and `nn.LSTM` are recomputed, too.
+        raw_inputs: whether the model's own inputs may be sent unchanged.
     """
 
     blocks: tuple[str, ...] = ()
@@ -48,15 +48,15 @@ class Replays:
 
 
 class Traced(NamedTuple):
-    """What one use of a block's module leaves behind in forward.
+    """Record of one forward call of a block's module.
 
     Attributes:
         about: plain values that its replay needs.
-        tensors: what is sent of it.
-        outputs: all tensors of its output.
-        rebuild: the output, with others in the place of these tensors.
-        fingerprint: of the floating outputs, to compare a replay with; None where all that a
-            replay reads is compared otherwise.
+        tensors: tensors that are sent to the other sites.
+        outputs: all tensors of the module's output.
+        rebuild: returns the module's output with the given tensors in place of `outputs`.
+        fingerprint: of the floating-point outputs, to compare a replay with; None where everything
+            that a replay reads is compared in another way.
     """
 
     about: Any
@@ -67,12 +67,12 @@ class Traced(NamedTuple):
 
 
 class SentUse(NamedTuple):
-    """One use of a block's module, as a site has sent it.
+    """One forward call of a block's module, as a site has sent it.
 
     Attributes:
-        member: which of the block's modules.
+        member: index of the module within the block.
         about: as in `Traced`.
-        tensors: as in `Traced`; None for the one that is the output of the use before.
+        tensors: as in `Traced`; None stands for the output of the previous call in the run.
         fingerprint: as in `Traced`.
     """
 
@@ -83,13 +83,13 @@ class SentUse(NamedTuple):
 
 
 class SentRun(NamedTuple):
-    """Uses of a block's modules of which each reads the output of the one before.
+    """Consecutive calls of a block's modules; each reads the output of the previous one.
 
     Attributes:
-        links: the uses.
-        deltas: of the floating outputs of the last one.
-        site: which site sent it.
-        own: whether that is this one.
+        links: the calls.
+        deltas: gradients with respect to the floating-point outputs of the last call.
+        site: the site that sent the run.
+        own: whether this site sent it.
     """
 
     links: Sequence[SentUse]
@@ -99,45 +99,46 @@ class SentRun(NamedTuple):
 
 
 class Replayer(Protocol):
-    """How the modules of a block compute, and how they are computed again."""
+    """The computation of a block's modules: the traced forward, and its replay on every site."""
 
     def trace(self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-        """The forward of one of the modules with detached parameters, and what is sent of it."""
+        """Runs a module's forward with detached parameters; returns its record for the replay."""
         ...
 
     def may_trace(self, member: int) -> bool:
-        """Whether a trace would be right now."""
+        """True if a trace of the module would be correct now."""
         ...
 
     def plain(self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward as it is without outergrad."""
+        """Runs the module's ordinary forward, as without outergrad."""
         ...
 
     def nbytes(self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> int:
-        """About what would be sent of a forward that returned y, had it been traced."""
+        """Returns about how many bytes would be sent if the forward that returned y were traced."""
         ...
 
     def again(self, sent: SentUse, params: Mapping[str, Tensor]) -> list[Tensor]:
-        """The floating outputs of one use, with a graph to parameters, which go by full name."""
+        """Replays one call: its floating-point outputs, with a graph to params (by full name)."""
         ...
 
     def gradients(self, runs: Sequence[SentRun]) -> dict[str, Tensor]:
-        """The sum of what all runs of all sites add to the gradients.
+        """Replays all runs and returns the sum of their gradients.
 
         Returns:
-            By full name; the same to the bit from the same bytes.
+            Gradients by full name. They are equal to the bit if the bytes sent are.
 
         Raises:
-            ReplayError: it could not be computed as in the forward of the site.
+            ReplayError: a run could not be recomputed as in the forward of its site.
         """
         ...
 
     def fingerprints(
         self, exact: Sequence[SentRun], decoded: Sequence[SentRun]
     ) -> list[Tensor | None]:
-        """Of what a replay of decoded runs gives, per link of every run; of links that have some.
+        """Returns the fingerprint of each replayed call of the decoded runs; None if it has none.
 
-        One that no replay is like stands for a module whose exact replay is not as its forward.
+        A fingerprint that no replay can equal marks a module whose replay of the exact runs (before
+        encoding) already differs from its forward.
 
         Raises:
             ReplayError: a replay failed.

@@ -1,4 +1,4 @@
-"""The protocol of what chooses methods while a model trains, and what it tells of its choices."""
+"""The protocol of objects that choose methods during training, and the records of their trials."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from outergrad.core.protocols import Method
 from outergrad.core.types import Link, StateDict, Unit
 
 Rows = Mapping[Unit, Sequence[Sequence[int]]]
-"""Of every unit the rows of each site (S) and slot (K), as all sites announced them."""
+"""Per unit, the rows announced by each site (S) for each slot (K)."""
 
 
 class Outcome(Enum):
-    """What came of a trial."""
+    """Result of a trial."""
 
     FASTER = "faster"
-    """It is kept from now on: the lower bound of its gain was above zero."""
+    """The lower bound of its gain was above zero: it is used from now on."""
     NO_FASTER = "not measurably faster"
     SLOWER = "slower"
     TWICE = "twice as long"
@@ -29,14 +29,14 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One way to share the gradients that was tried beside the one that was kept till then.
+    """A choice of methods that was timed against the choice in use at that time.
 
     Attributes:
-        step: shared steps before it was decided.
-        methods: as text, of each group of layers.
-        seconds: median of its steps, at the slowest site.
-        kept_seconds: the same of the way beside which it was tried.
-        outcome: what came of it.
+        step: number of synchronised steps before the decision.
+        methods: method of each group of layers, as text.
+        seconds: median duration of a step of the trial, at the slowest site.
+        kept_seconds: median duration of a step of the choice in use, at the slowest site.
+        outcome: result of the comparison.
     """
 
     step: int
@@ -49,51 +49,51 @@ class Trial:
 class Chooser(Protocol):
     """Chooses the compressors of units step by step; the state of a policy in one session.
 
-    What it chooses follows from agreed numbers alone, so that all sites choose alike: how long the
-    steps took on every site, the rows that all announced, what was measured of link and machines.
+    All sites must choose alike. So the choice follows only from numbers that all sites share: step
+    durations of every site, announced rows, and the measured link and machines.
     """
 
     def compressor(self, unit: Unit, step: int) -> Compressor:
-        """Of a unit in a shared step, which may be one of the next two but not a later one."""
+        """Returns the compressor of a unit in a synchronised step, at most two steps ahead."""
         ...
 
     def same(self, step: int, other: int) -> bool:
-        """Whether all units have the same compressors in two shared steps."""
+        """True if all units have the same compressors in two synchronised steps."""
         ...
 
     def settle(self, cost: CostModel, link: Link, flops_per_s: float) -> None:
-        """Takes note of what was measured before the first step, the same on all sites."""
+        """Stores what was measured before the first step; the arguments are equal on all sites."""
         ...
 
     def ended(self, step: int, seconds: float) -> Sequence[float]:
-        """A shared step took so long on this site; returns what the others are to hear, if any."""
+        """Records a step's duration on this site; returns numbers to send to the others, if any."""
         ...
 
     def hears(self, step: int) -> bool:
-        """Whether what all sites said after the step before is taken at the end of this one."""
+        """True if the sites' numbers from the previous step are received at the end of this one."""
         ...
 
     def take(self, step: int, seconds_SN: Sequence[Sequence[float]], rows: Rows) -> Trial | None:
-        """Goes by what all sites (S) said of their steps (N); returns what was decided, if so."""
+        """Decides from the step durations (N) of all sites (S); returns a finished trial."""
         ...
 
     def method_of(self, unit: Unit | None) -> Method:
-        """The method that a unit has, but in trials; of None, what is in no unit and dense."""
+        """Returns the method in use for a unit outside trials; for None the dense method."""
         ...
 
     def trials_of(self, unit: Unit) -> Sequence[tuple[str, Trial]]:
-        """The last trial of each other way, with the method that the unit had in it."""
+        """Returns the last trial of each other choice, with the unit's method in that choice."""
         ...
 
     @property
     def kept_seconds(self) -> float | None:
-        """Median of the last steps of the way that is kept; None before it is known."""
+        """Median duration of the last steps of the choice in use; None while unknown."""
         ...
 
     def state(self, step: int) -> StateDict:
-        """What it knows after a step, in numbers and lists; `load` takes it back."""
+        """Returns the state after a step as numbers and lists, for `load`."""
         ...
 
     def load(self, state: StateDict, step: int, *, same_sites: bool) -> None:
-        """Goes on with what was saved after a step."""
+        """Restores a state that was saved after a step."""
         ...

@@ -1,4 +1,4 @@
-"""Codecs one behind the other: what is written of a tensor of rows, and what is read of it."""
+"""Chains of codecs: encodes and decodes tensors of rows through several codecs in sequence."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from outergrad.wire import Codec, Plain
 _ALIGNMENT = 16
 
 Codecs = tuple[Codec, ...]
-"""In the order in which a sender applies them; none for rows as they are."""
+"""Codecs in the order in which a sender applies them; an empty tuple leaves rows unchanged."""
 
 Wire = Codec | Sequence[Codec]
-"""What a user may pass as `wire=`."""
+"""Values that a user may pass as `wire=`."""
 
 
 class Field(NamedTuple):
-    """One tensor of a message, and the codecs that it goes through."""
+    """Shape and dtype of one tensor of a message, and the codecs that it is encoded with."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     codecs: Codecs = ()
 
     def tensors(self) -> list[Plain]:
-        """What it is written as."""
+        """Shapes and dtypes of the tensors that it is written as."""
         return tensors(self.codecs, self.shape, self.dtype)
 
 
 def stacked(wire: Wire, name: str = "wire") -> Codecs:
-    """What was passed as `wire=`, or under another name, as codecs that can stand so in a row.
+    """Returns the value of `wire=`, or of the named parameter, as a chain of codecs.
 
     Raises:
-        ValueError: names what is no codec, or two that cannot stand so.
+        ValueError: names an entry that is no codec, or two that cannot follow each other.
     """
     codecs = tuple(wire) if isinstance(wire, Sequence) else (wire,)
     strangers = [c for c in codecs if isinstance(c, type) or not isinstance(c, Codec)]
@@ -63,23 +63,23 @@ def _mistake(first: Codec, second: Codec) -> str:
 
 
 def drops(codecs: Codecs) -> bool:
-    """Whether small numbers may be lost as a whole, and the same ones in every step."""
+    """True if a codec may drop small numbers altogether, at the same places in every step."""
     return any(codec.rounds_to is None for codec in codecs)
 
 
 def without_drops(codecs: Codecs) -> Codecs:
-    """Those that only round each number."""
+    """Returns the codecs that only round each number."""
     return tuple(codec for codec in codecs if codec.rounds_to is not None)
 
 
 def sum_dtype(codecs: Codecs, dtype: torch.dtype) -> torch.dtype:
-    """What sums over the sites are sent in, of numbers that are computed in a dtype."""
+    """Returns the dtype in which sums over the sites are sent, for numbers of the given dtype."""
     assert not drops(codecs)
     return next((codec.rounds_to for codec in codecs if codec.rounds_to is not None), dtype)
 
 
 def tensors(codecs: Codecs, shape: tuple[int, ...], dtype: torch.dtype) -> list[Plain]:
-    """What a tensor is written as."""
+    """Returns shapes and dtypes of the tensors that a tensor is written as."""
     if not codecs:
         return [Plain(shape, dtype)]
     values, *others = codecs[0].tensors(shape, dtype)
@@ -87,12 +87,12 @@ def tensors(codecs: Codecs, shape: tuple[int, ...], dtype: torch.dtype) -> list[
 
 
 def nbytes(codecs: Codecs, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
-    """Bytes of it, without what aligns it in a message."""
+    """Encoded size of a tensor in bytes, without alignment padding."""
     return sum(math.prod(s) * d.itemsize for s, d in tensors(codecs, shape, dtype))
 
 
 def encode(codecs: Codecs, rows: Tensor) -> list[Tensor]:
-    """The tensors to write, each of its dtype or wider."""
+    """Encodes rows; each returned tensor has its wire dtype or a wider one."""
     if not codecs:
         return [rows]
     values, *others = codecs[0].encode(rows)
@@ -100,10 +100,10 @@ def encode(codecs: Codecs, rows: Tensor) -> list[Tensor]:
 
 
 def refuse_out_of_range(codecs: Codecs, rows: Tensor) -> None:
-    """Codecs write steps and numbers in float32's range at most: what is out of it would be lost.
+    """Raises if float64 numbers would be lost: codecs cover at most the range of float32.
 
     Raises:
-        ValueError: all numbers are too small, or some too large.
+        ValueError: all numbers are too small, or some are too large.
     """
     if not codecs or rows.dtype != torch.float64:
         return
@@ -118,7 +118,7 @@ def refuse_out_of_range(codecs: Codecs, rows: Tensor) -> None:
 def decode(
     codecs: Codecs, written: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """What was written of such a tensor: itself without codecs, in float32 at least with some."""
+    """Decodes a tensor of this shape and dtype, with codecs to at least float32."""
     if not codecs:
         return written[0]
     return _decoded(codecs, written, shape, dtype).to(torch.promote_types(dtype, torch.float32))
@@ -136,30 +136,30 @@ def _decoded(
 
 
 class Encoded(NamedTuple):
-    """What codecs have written of a tensor of rows."""
+    """The encoded tensors of one tensor of rows."""
 
     written: Sequence[Tensor]
 
 
 class Shaped(Protocol):
-    """What is said of a tensor of rows: itself, or its field."""
+    """A tensor of rows, or the `Field` that describes it."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
+        """Shape of the tensor."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the tensor."""
+        """Dtype of the tensor."""
         ...
 
 
 def encode_all(codecs: Codecs, rows_K: Sequence[Tensor]) -> list[Encoded]:
-    """What `encode` gives of each tensor: rows that are alike are encoded in one go.
+    """Encodes several tensors like `encode`; tensors with rows of one kind are encoded together.
 
     Raises:
-        ValueError: float64 numbers are out of the range of what codecs write.
+        ValueError: float64 numbers are outside the range of the codecs.
     """
     for rows in rows_K:
         refuse_out_of_range(codecs, rows)
@@ -176,12 +176,12 @@ def encode_all(codecs: Codecs, rows_K: Sequence[Tensor]) -> list[Encoded]:
 def decode_all(
     codecs: Codecs, encoded_K: Sequence[Encoded], rows_K: Sequence[Shaped]
 ) -> list[Tensor]:
-    """What the receivers decode of each tensor: rows that are alike are decoded in one go.
+    """Decodes several tensors as the receivers do; tensors with rows of one kind share one call.
 
     Args:
-        codecs: that they went through.
-        encoded_K: what `encode_all` gave.
-        rows_K: what it was given, or the fields of that.
+        codecs: that the tensors were encoded with.
+        encoded_K: the result of `encode_all`.
+        rows_K: the tensors given to `encode_all`, or their fields.
     """
     found: list[Tensor | None] = [None] * len(rows_K)
     for width, places in _alike(codecs, rows_K):
@@ -197,7 +197,7 @@ def decode_all(
 
 
 def _alike(codecs: Codecs, rows_K: Sequence[Shaped]) -> list[tuple[int, list[int]]]:
-    """Places of tensors whose rows may stand below each other, and their width; 0 for one alone."""
+    """Groups tensors that can be concatenated: row width and indices; width 0 for one alone."""
     groups: dict[tuple[int, object], list[int]] = {}
     for k, rows in enumerate(rows_K):
         width = _width(codecs, tuple(rows.shape), rows.dtype)
@@ -206,13 +206,13 @@ def _alike(codecs: Codecs, rows_K: Sequence[Shaped]) -> list[tuple[int, list[int
 
 
 def _counts(members: Sequence[Shaped], width: int) -> list[int]:
-    """How many rows of the width each has; none of one alone."""
+    """Number of rows of the given width in each tensor; empty for a tensor alone."""
     return [math.prod(rows.shape) // width for rows in members] if width else []
 
 
 @lru_cache(maxsize=1024)
 def _width(codecs: Codecs, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Of what is written as a row of its own: rows, or parts of them; 0 if that is not so."""
+    """Width of the pieces that the codecs encode independently; 0 if rows depend on each other."""
     written = tensors(codecs, shape, dtype)
     if not math.prod(shape) or any(plain.shape[:-1] != shape[:-1] for plain in written):
         return 0
@@ -221,7 +221,7 @@ def _width(codecs: Codecs, shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _joined(parts: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
-    """All in so many rows each, (1, R, W); without counts the only one as it is."""
+    """Concatenates the tensors to (1, R, W); without counts returns the only tensor unchanged."""
     if not counts:
         return parts[0]
     if len(parts) == 1:
@@ -230,7 +230,7 @@ def _joined(parts: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
 
 
 def _apart(t: Tensor, counts: Sequence[int], like: Sequence[Shaped]) -> list[Tensor]:
-    """The other way round, as views, each with as many rows as what was given."""
+    """The inverse of `_joined`: views in the shapes of `like`, but for the last dimension."""
     if not counts:
         return [t]
     pairs = zip(t[0].split(counts), like, strict=True)
@@ -238,10 +238,10 @@ def _apart(t: Tensor, counts: Sequence[int], like: Sequence[Shaped]) -> list[Ten
 
 
 def received(codecs: Codecs, rows: Tensor) -> Tensor:
-    """What the receivers decode of a tensor in float32 or float64."""
+    """Encodes and decodes a float32 or float64 tensor: the values that the receivers get."""
     return decode(codecs, encode(codecs, rows), tuple(rows.shape), rows.dtype)
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of what every dtype can start at in a message."""
+    """Rounds a size in bytes up so that the next tensor may have any dtype."""
     return math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT

@@ -1,4 +1,4 @@
-"""What stands behind a method: its compressor, by the questions that it answers."""
+"""The protocol of a method's compressor, divided by subject."""
 
 from __future__ import annotations
 
@@ -18,153 +18,153 @@ from outergrad.wire import Codec
 
 
 class Setup(Protocol):
-    """What a method asks of a model and of a transport, once, before the first step."""
+    """Requirements of a method on the model and the transport; settled before the first step."""
 
     takes_plain: bool = False
-    """Whether weights without a rule are its business, too: their formed gradients."""
+    """True if the method compresses weights without a rule, too, from their formed gradients."""
     takes_vectors: bool = False
-    """Whether formed gradients of vectors are, as matrices of one column."""
+    """True if the method compresses formed gradients of vectors, as matrices of one column."""
     replays: Replays = Replays()
-    """What is to be computed again by all sites, instead of being sent."""
+    """Parts of the model that all sites recompute instead of sending their gradients."""
     needs: Set[Capability] = frozenset()
-    """What it cannot do without, besides what all methods need."""
+    """Transport capabilities that this method needs besides those that every method needs."""
     cost: CostModel | None = None
-    """What collectives cost on its transport; None until it is attached."""
+    """Cost model of the transport's collectives; None until it is attached."""
 
     def refuse(self, units: Sequence[Unit]) -> None:
-        """Raises ValueError, by name, for what the method cannot do."""
+        """Raises ValueError that names a parameter which the method cannot handle."""
 
     def settle(self, cost: CostModel, capabilities: Set[Capability]) -> None:
-        """Takes note of the transport before anything is asked of a step.
+        """Stores the transport's properties before anything is asked of a step.
 
         Args:
-            cost: of its collectives.
-            capabilities: what it can do; `needs` is among it.
+            cost: cost model of its collectives.
+            capabilities: of the transport; they include `needs`.
         """
         self.cost = cost
 
     def settle_budget(self, units: Sequence[Unit], whole: Whole) -> None:
-        """Decides what its units may send in a step, behind `settle`; the same on every site.
+        """Fixes the bytes that the units may send per step, alike on all sites; after `settle`.
 
         Raises:
-            ValueError: that is too little.
+            ValueError: the budget is too small.
         """
 
     def wants_link(self, sites: int) -> bool:
-        """Whether the way of low rank depends on the link."""
+        """True if the route of low-rank gradients depends on the measured link."""
         return False
 
     def settle_reduce(self, units: Sequence[Unit], sites: int, link: Link) -> None:
-        """Decides for good how low rank travels; the same figures on every site."""
+        """Fixes the route of low-rank gradients for good; the arguments are equal on all sites."""
 
 
 class Routing(Protocol):
-    """How a unit travels in a step: the same on every site, from what all have agreed on.
+    """Choice of a unit's route in a step, from what all sites agreed on: alike on every site.
 
-    A block is a unit of one source, whose rows are the bytes that a site sends of it. Only a
+    A block is a unit with one source, whose rows are the bytes that a site sends of it. Only a
     method with `replays` is asked about blocks.
     """
 
     bucket_bytes: int
-    """Payload of one message before the next layer opens another."""
+    """Payload bytes of a bucket from which on the next layer opens another one."""
     forced: bool = False
-    """Whether factors are sent even where dense would be fewer bytes."""
+    """True if factors are sent even where the dense gradient has fewer bytes."""
     uses_rows: bool = True
-    """Whether anything that it decides follows from rows; if not, layers need not count them."""
+    """True if a decision depends on row counts; if not, layers need not count rows."""
     phase: Hashable = 0
-    """What `route` and `sent_rows` follow from besides their arguments; the same on all sites."""
+    """State besides the arguments that `route` and `sent_rows` depend on; equal on all sites."""
 
     def break_even(self, unit: Unit, sites: int) -> float:
         """Rows per site from which on the unit travels dense; inf for never, 0 for always."""
         ...
 
     def route(self, unit: Unit, rows_SK: Sequence[Sequence[int]], *, tapped: bool) -> Route:
-        """How the unit travels, for the rows of every site (S) and source (K).
+        """Returns the unit's route for the rows of every site (S) and source (K).
 
         Args:
             unit: the unit.
-            rows_SK: as agreed.
-            tapped: whether every site has the factors; otherwise they have formed gradients.
+            rows_SK: agreed row counts.
+            tapped: whether every site has captured factors; otherwise the gradients are formed.
         """
         ...
 
     def taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
-        """Whether its products should be tapped in a forward with so many rows."""
+        """True if the layers should capture factors in a forward with these row counts."""
         ...
 
 
 class Encoding(Protocol):
-    """What is sent of a slot: how much, agreed before it is computed, and the payload itself."""
+    """Payloads of slots: their size, agreed before they are computed, and their content."""
 
     form: Form = FACTOR_ROWS
-    """What kind of payload it makes."""
+    """Kind of payload that `compress` returns."""
     wire: tuple[Codec, ...] = ()
-    """The codecs that it was given, for what it does not say otherwise in `codecs`."""
+    """Codecs from the settings; `codecs` may override them for a slot."""
     exact: bool = True
-    """Whether the rows that it sends have the product of the gradient, but for their codecs."""
+    """True if the product of the sent rows is the gradient, apart from codecs."""
     adapts: bool = True
-    """Whether `sent_rows` follows from what the sites have said in `wanted_rows`, too."""
+    """True if `sent_rows` also depends on the `wanted_rows` that the sites have sent."""
     sketches: Sketches | None = None
-    """The state of what takes `Route.REDUCE`."""
+    """Sketches for units on `Route.REDUCE`."""
     merger: Merger | None = None
-    """What the owner of a slot does on `Route.TWO_WAY`."""
+    """Merges the rows of a slot at its owner, on `Route.TWO_WAY`."""
 
     def sent_rows(self, slot: Slot, rows: int, site: int) -> int:
-        """R, the rows on the wire for N rows on a site: agreed before they are computed.
+        """R, the number of rows on the wire for N rows on a site; known before they are computed.
 
-        A formed gradient counts as O rows. Of another payload than rows, how many entries.
+        A formed gradient counts as O rows. Payloads of another form count entries.
         """
         ...
 
     def wanted_rows(self, slot: Slot) -> int:
-        """R that this site would like to send in the next step; travels with its factors."""
+        """R that this site would like to send in the next step; it travels in the preamble."""
         return 0
 
     def agree(self, slot: Slot, site: int, rows: int) -> None:
-        """Takes note of what a site, this one too, said in `wanted_rows`."""
+        """Stores the `wanted_rows` that a site (this one included) has sent."""
 
     def payload_bytes(self, slot: Slot, count: int) -> int:
-        """About how long the payload of so many rows is, as if all numbers were float32."""
+        """Approximate size in bytes of a payload of `count` rows, all numbers taken as float32."""
         width = slot.groups * (slot.inputs * (not slot.lookup) + slot.outputs)
         return 4 * width * count
 
     def codecs(self, slot: Slot) -> tuple[Codec, ...]:
-        """What the deltas and activations of a slot go through; none for as they are."""
+        """Codecs for the deltas and activations of a slot; an empty tuple leaves them unchanged."""
         return self.wire
 
     def sends_bias(self, slot: Slot) -> bool:
-        """Whether `Factors.b_GO` travels; otherwise it is the sum of the deltas."""
+        """True if `Factors.b_GO` is sent; otherwise receivers sum the deltas."""
         ...
 
     def compress(self, parts: Sequence[Part]) -> Sequence[Payload]:
-        """A payload of each part of a message, in the order of the parts.
+        """Returns a payload for each part of a message, in the order of the parts.
 
-        Of rows exactly `rows`, for an exact method with the same product. The parts are of
-        different slots; what is alike may be computed together.
+        A payload of rows has exactly `Part.rows` rows; an exact method keeps their product. The
+        parts are of different slots, so that similar ones may be computed together.
         """
         ...
 
 
 class Description(Protocol):
-    """What people are told, in the coverage table."""
+    """Texts for the coverage table."""
 
     why: Why = Why.LOW_RANK
-    """What is told of a unit that travels compressed."""
+    """Reason shown for a unit that travels compressed."""
     auto_way: AutoWay | None = None
-    """How low rank travels, where that was chosen by the link between the sites."""
+    """The route chosen from the link between the sites, if it was chosen so."""
 
     def amount(self, unit: Unit) -> str:
-        """What is sent of a unit that travels sparse or compressed."""
+        """Describes how much is sent of a unit that travels sparse or compressed."""
         return ""
 
     def reveals(self, unit: Unit) -> str:
-        """What the other sites can learn from the unit's factors."""
+        """Describes what the other sites can learn from the unit's factors."""
         ...
 
 
 class Compressor(Setup, Routing, Encoding, ResidualStore, Description, Protocol):
-    """What stands behind a method: one for all of its units, with a memory of its own.
+    """The implementation of a method: one object for all of its units, with its own memory.
 
-    What its parts have with a value, or a body, is right for a method that remembers nothing and
-    has nothing to choose: a class that derives from this one writes the rest.
+    Members with a default value or body suit a method without memory and without choices; a
+    derived class implements the rest.
     """

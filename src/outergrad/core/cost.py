@@ -1,4 +1,4 @@
-"""The protocol of what collectives cost a site: bytes, and how many delays."""
+"""The protocol of a transport's cost model: bytes and delays of collectives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from outergrad.core.types import Route
 
 
 class Traffic(NamedTuple):
-    """Payload of one collective on one site, bytes.
+    """Payload of one collective on one site, in bytes.
 
     Attributes:
         sent: by this site.
@@ -20,37 +20,37 @@ class Traffic(NamedTuple):
 
 
 class CostModel(Protocol):
-    """What collectives cost on a transport, the same on every site, by which methods choose.
+    """Cost of collectives on a transport, equal on every site; methods decide by it.
 
-    All of it is proportional to the payload, so that the bytes of a message are the sums of those
+    Every cost is proportional to the payload, so the bytes of a message are the sum of the bytes
     of its parts.
     """
 
     @property
     def sites(self) -> int:
-        """S."""
+        """Number of sites, S."""
         ...
 
     @property
     def copies(self) -> int:
-        """How many times a site sends what goes to all other sites."""
+        """Number of times that a site sends a payload meant for all other sites."""
         ...
 
     def all_reduce(self, nbytes: int) -> Traffic:
-        """Of a tensor that is summed over the sites."""
+        """Traffic of the all-reduce of a tensor of `nbytes`."""
         ...
 
     def all_gather(self, own: int, others: int) -> Traffic:
-        """Of what each site sends to all.
+        """Traffic of an all-gather.
 
         Args:
-            own: bytes that this site has.
-            others: bytes that all other sites have together.
+            own: bytes of this site's tensor.
+            others: bytes of the tensors of all other sites together.
         """
         ...
 
     def all_to_all(self, own: int, others: int) -> Traffic:
-        """Of what each site sends to each.
+        """Traffic of an all-to-all.
 
         Args:
             own: bytes that this site has for all other sites together.
@@ -59,13 +59,13 @@ class CostModel(Protocol):
         ...
 
     def share(self, nbytes: float, way: Route) -> float:
-        """Bytes that, gathered from every site, keep a link as busy as so many that go this way.
+        """Converts bytes on a route to the gathered bytes that keep a link busy for as long.
 
-        So that ways compare: factors are gathered, dense gradients all-reduced. What S - 1 other
-        sites send takes (S - 1) times as long.
+        Makes routes comparable: factors are gathered, dense gradients all-reduced. The result is
+        per sending site: S - 1 other sites keep the link busy (S - 1) times as long.
         """
         ...
 
     def delays(self, way: Route) -> int:
-        """How many times a message of low rank waits for as long as an all-gather of few bytes."""
+        """Delays of a low-rank message on a route, counted in delays of a short all-gather."""
         ...

@@ -1,4 +1,4 @@
-"""The exceptions of shared steps: those that users meet, and those that become one of these."""
+"""Exceptions of synchronised steps: public ones, and internal ones that are translated to them."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from enum import Enum
 
 
 class SiteLostError(RuntimeError):
-    """Another site died, hangs or is cut off: its connections cannot be used any more.
+    """A site was lost: it died, hangs or is cut off, and its connections cannot be used any more.
 
     This site has not applied the step, and has no gradients of it.
 
     Attributes:
-        sites: which are lost, as far as this site can tell; none where only a connection is.
-        step: synchronised steps before the one in which it was noticed.
-        place: what this site waited for: a layer's gradients, or what comes before and after them.
-        certain: whether it is known that no site has applied the step, and that no site that left
-            word lacks one that this site has made. False where this site had all messages of the
-            step, said so, and then did not hear from all others how they ended: one of `may_differ`
-            may have applied it. False, too, where this site stood still, and ended a step by what
-            had come before the others gave it up: those in `may_differ` have not made that step.
-        may_differ: sites of which it is not known that they have made the same steps as this one:
-            those that left no word of it, as a site that was killed, and those that did and have
-            made another number. With the others this site agrees. With `mesh=` a site stands here
-            if this is so of one of its ranks, also this one's own site.
-        ranks: with `mesh=`, which ranks are lost, each as its site and its local rank.
+        sites: the lost sites, as far as this site can tell; empty where only a connection is lost.
+        step: number of synchronised steps before the one in which the loss was noticed.
+        place: what this site was waiting for: a layer's gradients, or a message before or after
+            the gradients.
+        certain: True if it is known that no site has applied the step, and that no site that left
+            a report lacks a step that this site has made. False where this site had all messages
+            of the step, reported this, and then did not hear from all others how they ended: a
+            site in `may_differ` may have applied the step. Also False where this site was
+            suspended, and completed a step from messages that had come before the others gave
+            it up: the sites in `may_differ` have not made that step.
+        may_differ: sites that are not known to have made the same steps as this one: those that
+            left no report, such as a killed site, and those that reported another number of steps.
+            All other sites agree with this one. With `mesh=` a site is listed if this holds for
+            one of its ranks; this rank's own site may be listed, too.
+        ranks: with `mesh=`, the lost ranks, each as its site and its local rank.
     """
 
     def __init__(
@@ -43,30 +45,31 @@ class SiteLostError(RuntimeError):
         self.certain, self.may_differ, self.ranks = certain, tuple(may_differ), tuple(ranks)
 
     def again(self) -> SiteLostError:
-        """Another one that says the same: what was raised holds on to what was going on."""
+        """Returns a copy without traceback: a raised error keeps its frames and their tensors."""
         about = self.sites, self.step, self.place
         known = {"certain": self.certain, "may_differ": self.may_differ}
         return SiteLostError(str(self), *about, **known, ranks=self.ranks)
 
 
 class StepDiscardedError(RuntimeError):
-    """The backward of another site raised, or a message was damaged: the step is void everywhere.
+    """The step was discarded on all sites: one site's backward raised, or a message was damaged.
 
-    After `optimizer.zero_grad()` training goes on with the next.
+    After `optimizer.zero_grad()` training can continue with the next step.
     """
 
 
 class SitesChangedError(StepDiscardedError):
-    """Other sites take part from now on; the step is void everywhere.
+    """The set of sites changed, and the step was discarded on all of them.
 
-    Raised once, on all sites that take part, in the same step. After `optimizer.zero_grad()`
-    training goes on with the next, whose gradients are means over these sites.
+    Raised once, in the same step on all sites that take part from now on. After
+    `optimizer.zero_grad()` training can continue with the next step, whose gradients are means over
+    the new set of sites.
 
     Attributes:
-        step: synchronised steps before the one that is void.
-        sites: names of those that take part from now on, in the order of their ranks.
-        lost: names of those that do not any more.
-        epoch: how many times the sites have changed.
+        step: number of synchronised steps before the discarded one.
+        sites: names of the sites that take part from now on, in the order of their ranks.
+        lost: names of the sites that no longer take part.
+        epoch: number of times that the set of sites has changed.
     """
 
     def __init__(
@@ -77,12 +80,12 @@ class SitesChangedError(StepDiscardedError):
 
 
 class BadStepsError(RuntimeError):
-    """Too many steps after each other had gradients that were not finite.
+    """Too many consecutive steps had gradients that were not finite.
 
     Attributes:
-        site: the first whose own gradient was not, in the last of them.
-        step: synchronised steps before that one.
-        layer: full name of a parameter of which it was not.
+        site: the first site whose own gradient was not finite in the last of these steps.
+        step: number of synchronised steps before that one.
+        layer: full name of a parameter whose gradient was not finite.
     """
 
     def __init__(self, message: str, site: int, step: int, layer: str) -> None:
@@ -91,17 +94,16 @@ class BadStepsError(RuntimeError):
 
 
 class DriftError(RuntimeError):
-    """The replicas differ. Raised on all sites, in the same words.
+    """The replicas differ. Raised on all sites, with the same message.
 
-    After a comparison (`verify_every=`) the gradients of the step are in `param.grad`; where sites
-    are found to have received different messages or sums in a step before, this one is applied
-    nowhere. After `session.make_equal()` on every site training goes on.
+    After a comparison (`verify_every=`) the gradients of the step are in `param.grad`. Where sites
+    are found to have received different messages or sums in an earlier step, the current step is
+    applied nowhere. After `session.make_equal()` on every site training can continue.
 
     Attributes:
-        sites: those whose replica is not that of site 0, or that of most.
-        step: synchronised steps so far.
-        parameter: full name of the first parameter or buffer that differs; empty where it is not
-            known.
+        sites: sites whose replica differs from that of site 0, or from that of most sites.
+        step: number of synchronised steps so far.
+        parameter: full name of the first parameter or buffer that differs; empty where unknown.
     """
 
     def __init__(self, message: str, sites: Sequence[int], step: int, parameter: str) -> None:
@@ -110,26 +112,26 @@ class DriftError(RuntimeError):
 
 
 class Failure(Enum):
-    """Why an exchange failed, in words that users are told."""
+    """Cause of a failed exchange, worded for users."""
 
     TIMEOUT = "no answer in time"
     CLOSED = "the connection was closed"
     TRANSPORT = "the transport failed"
-    """For another reason, which it tells."""
+    """The transport failed for another reason, given in its message."""
     DAMAGED = "a message cannot be right"
-    """What a site sent cannot belong to this step."""
+    """A received message cannot belong to this step."""
     LOCAL = "this site cannot go on"
-    """Itself: whatever the others have sent."""
+    """The cause lies on this site, whatever the others have sent."""
 
 
 class ExchangeError(RuntimeError):
-    """The other sites are out of reach, or sent what cannot belong to this step.
+    """The other sites are out of reach, or a message cannot belong to this step.
 
     Attributes:
-        sites: those out of reach, as far as this site can tell by itself.
-        kind: why; what is done about it goes by this, never by the message.
-        waited_s: how long it had waited for them.
-        ranks: with `mesh=`, the numbers of the ranks that are out of reach, where that is known.
+        sites: the unreachable sites, as far as this site alone can tell.
+        kind: the cause; callers decide by it, never by the message.
+        waited_s: seconds that this site had waited for them.
+        ranks: with `mesh=`, the numbers of the unreachable ranks, where known.
     """
 
     def __init__(
@@ -141,15 +143,15 @@ class ExchangeError(RuntimeError):
 
 
 class BoardGoneError(RuntimeError):
-    """The place where sites agree on what counts did not answer in time."""
+    """The board on which sites agree about steps did not answer in time."""
 
 
 class RefusedError(RuntimeError):
-    """A message was not as it had been sent, or does not say what it should.
+    """A message was not received as it was sent, or holds invalid values.
 
     Attributes:
-        site: whose.
-        param: full name of a parameter of the module whose replay was not like its forward; empty
+        site: the sender.
+        param: full name of a parameter of the module whose replay differs from its forward; empty
             where the message itself is damaged.
     """
 
@@ -159,7 +161,7 @@ class RefusedError(RuntimeError):
 
 
 class OverwrittenError(RuntimeError):
-    """What a layer's own backward had was written to or freed before its message started.
+    """A layer's activations or deltas were overwritten or freed before its message started.
 
     Attributes:
         param: full name of a parameter of the layer.
@@ -176,11 +178,11 @@ class OverwrittenError(RuntimeError):
 
 
 class ReplayError(Exception):
-    """A replay failed, or gave something else than the forward.
+    """A replay failed, or its output differs from the forward's.
 
     Attributes:
-        site: whose forward it was.
-        member: which of the block's modules.
+        site: the site that ran the forward.
+        member: index of the module within the block.
     """
 
     def __init__(self, site: int, member: int) -> None:

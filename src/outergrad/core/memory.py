@@ -1,4 +1,4 @@
-"""Who holds on to a tensor's memory."""
+"""Sharing of a tensor's memory."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from torch import Tensor
 
 
 def holders(t: Tensor) -> int:
-    """How many tensors lie in the memory of this one, itself counted."""
-    return torch._C._storage_Use_Count(t.untyped_storage()._cdata) - 1  # the call is one, too
+    """Number of tensors that share the storage of this one, itself included."""
+    return torch._C._storage_Use_Count(t.untyped_storage()._cdata) - 1  # minus this call's own

@@ -1,4 +1,4 @@
-"""The trainable part of a model, the compressors of its units, and how they travel in a step."""
+"""The trainable part of a model, the compressors of its units, and their routes in a step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Model:
         params: trainable parameters by full name, in the order of registration.
         slots: every slot, in the order of the model.
         units: the slots, grouped by shared parameters.
-        reasons: for every parameter outside the units, why it travels dense.
+        reasons: for every parameter outside the units, the reason why it travels dense.
     """
 
     params: Mapping[str, nn.Parameter]
@@ -44,17 +44,17 @@ class Model:
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """What is computed again, in the order of the units."""
+        """The blocks that all sites recompute, in the order of the units."""
         return [unit.block for unit in self.units if unit.block is not None]
 
     @cached_property
     def index(self) -> dict[Source, int]:
-        """The place in headers of all that is captured: slots, then blocks."""
+        """Index of each captured source in headers: slots first, then blocks."""
         return {source: k for k, source in enumerate((*self.slots, *self.blocks))}
 
     @cached_property
     def slots_of(self) -> dict[str, list[Slot]]:
-        """The slots that feed each parameter."""
+        """The slots that contribute to each parameter, by its full name."""
         found: dict[str, list[Slot]] = {}
         for slot in self.slots:
             for name in slot.params:
@@ -70,15 +70,15 @@ class Model:
         blocks: Sequence[Block] = (),
         vectors: Collection[str] = (),
     ) -> Model:
-        """Groups the slots into units.
+        """Builds a model; groups its slots into units.
 
         Args:
-            params: as above.
-            slots: as above.
-            reasons: as above.
-            plain: weights without slots that are units, too, of their formed gradients.
-            blocks: units that are computed again.
-            vectors: biases of which the formed gradients are matrices, too, of one column.
+            params: as in `Model`.
+            slots: as in `Model`.
+            reasons: as in `Model`.
+            plain: weights without slots whose formed gradients make up units, too.
+            blocks: blocks that all sites recompute; each is a unit.
+            vectors: biases whose formed gradients are compressed, too, as matrices of one column.
         """
         units = [_unit(group, params, vectors) for group in _connected(slots)]
         units += [Unit((), (n,), params[n].numel(), (_matrix(n, params[n]),)) for n in plain]
@@ -87,7 +87,7 @@ class Model:
 
 
 def part_of(model: Model, names: Collection[str]) -> Model:
-    """The parameters of these names with all that concerns them; units are not divided."""
+    """Returns the model restricted to parameters of these names; units must not be divided."""
     return Model(
         {name: p for name, p in model.params.items() if name in names},
         tuple(slot for slot in model.slots if slot.weight in names),
@@ -111,7 +111,7 @@ def _numel(names: Sequence[str], params: Mapping[str, Tensor]) -> int:
 
 
 def _matrices(slots: Sequence[Slot], params: Mapping[str, Tensor]) -> tuple[Slot, ...]:
-    """See `Unit.matrices`."""
+    """Slots of the weights' formed gradients; see `Unit.matrices`."""
     weights = {slot.weight: params[slot.weight] for slot in slots}
     if overlapping(slots) or any(slot.lookup for slot in slots):
         return tuple(_matrix(name, p, slots[0].layer) for name, p in weights.items())
@@ -121,7 +121,7 @@ def _matrices(slots: Sequence[Slot], params: Mapping[str, Tensor]) -> tuple[Slot
 
 
 def _columns(slots: Sequence[Slot], biases: Mapping[str, Tensor]) -> tuple[Slot, ...]:
-    """The parts of biases that belong to slots; all of one of which these are not the parts."""
+    """Biases as matrices of one column, one per slot; a single one if slots do not divide it."""
     found = list[Slot]()
     for name, p in biases.items():
         parts = list(dict.fromkeys(bias_slot(slot) for slot in slots if slot.bias == name))
@@ -131,7 +131,7 @@ def _columns(slots: Sequence[Slot], biases: Mapping[str, Tensor]) -> tuple[Slot,
 
 
 def _matrix(name: str, p: Tensor, layer: str = "") -> Slot:
-    """The first dimension by all others."""
+    """Slot of a formed gradient: the first dimension by all others."""
     return Slot(layer, name, p.shape[0], p.numel() // p.shape[0], vector=p.dim() == 1)
 
 
@@ -150,15 +150,15 @@ class Compressors:
 
     Args:
         units_of: each compressor with its units.
-        parts: names of the parameters of each step, where no step is of the whole model; the units
-            of a compressor are then of one part.
+        parts: names of the parameters exchanged in each step, where no step covers the whole
+            model. All units of a compressor then belong to one part.
 
     Attributes:
-        parts: the same; empty where steps are of the whole.
+        parts: as above; empty where every step covers the whole model.
     """
 
     chooser: Chooser | None = None
-    """What chooses among them step by step, if something does."""
+    """Chooses among the compressors step by step; None where they are fixed."""
 
     def __init__(
         self,
@@ -177,66 +177,66 @@ class Compressors:
         return self._units_of
 
     def step_of(self, units: Sequence[Unit], model: Model) -> Model:
-        """What travels in the steps of the units of a compressor: the whole model, or a part."""
+        """Returns the part of the model exchanged in the steps of one compressor's units."""
         first = units[0].params[0] if units else ""
         names = next((part for part in self.parts if first in part), None)
         return model if names is None else part_of(model, names)
 
     @property
     def stores(self) -> Sequence[ResidualStore]:
-        """What each has not sent, in their order."""
+        """The residual store of each compressor, in order."""
         return [compressor for compressor, _ in self._units_of]
 
     @property
     def phases(self) -> list[Hashable]:
-        """What each decides by besides what it is asked."""
+        """`Routing.phase` of each compressor: the state that its decisions depend on."""
         return [compressor.phase for compressor, _ in self._units_of]
 
     def begin(self, step: int, sites: int) -> bool:
-        """A step begins; whether some unit has another compressor than in the last one."""
+        """Begins a step; True if some unit has another compressor than in the previous step."""
         return False
 
     def next_of(self, unit: Unit) -> Compressor:
-        """What the unit will have in the next step."""
+        """Returns the compressor that the unit will have in the next step."""
         return self._of[unit]
 
     @property
     def counting(self) -> AbstractSet[Unit] | None:
-        """Units whose layers have to count rows in the next forward; None for all."""
+        """Units whose layers must count rows in the next forward; None for all units."""
         return None
 
     @property
     def ahead(self) -> Hashable:
-        """What `next_of` follows from besides the step that runs."""
+        """State that `next_of` depends on besides the current step."""
         return None
 
     def travels_dense(self, unit: Unit) -> bool:
-        """Whether a unit travels dense, whatever its compressor says."""
+        """True if the unit travels dense regardless of its compressor."""
         return False
 
     def remembering(self, unit: Unit) -> Sequence[ResidualStore]:
-        """Those that may have something of a unit that they have not sent."""
+        """Returns the stores that may hold an unsent residual of the unit."""
         own = self._of[unit]
         return [own] if own.remembers(unit) else []
 
     def memories(self, unit: Unit) -> list[tuple[ResidualStore, Slot]]:
-        """Where to ask what of a unit was not sent."""
+        """Returns the stores and slots to query for the unit's residuals."""
         return [(one, slot) for one in self.remembering(unit) for slot in slots_of(unit)]
 
     @property
     def owe(self) -> bool:
-        """Whether anything was not sent."""
+        """True if any residual is unsent."""
         memories = (pair for unit in self._of for pair in self.memories(unit))
         return any(one.residual(slot) is not None for one, slot in memories)
 
     def commit(
         self, units: AbstractSet[Unit], *, applied: bool, used: Collection[str] = ()
     ) -> None:
-        """Ends a step of some units: residuals of their compressors are kept if it was applied.
+        """Ends a step of some units: their compressors keep its residuals if it was applied.
 
         Args:
-            units: that the step was of.
-            applied: whether it counts.
+            units: that the step covered.
+            applied: whether the step was applied.
             used: parameters that had a gradient on some site.
         """
         if self._ending is None or self._ending[0] is not units or self._ending[1] is not self._of:
@@ -247,30 +247,30 @@ class Compressors:
                 store.commit(applied=applied)
 
     def states(self) -> list[StateDict]:
-        """What each remembers between two steps."""
+        """Returns each compressor's state between two steps."""
         return [store.state() for store in self.stores]
 
     def load(self, inheritances: Sequence[Inheritance]) -> None:
-        """Each goes on from its own part of what was saved."""
+        """Restores each compressor from its own saved states."""
         for store, inheritance in zip(self.stores, inheritances, strict=True):
             store.load(inheritance)
 
 
 def slots_of(unit: Unit) -> list[Slot]:
-    """All that something may be remembered of, a place once."""
+    """Slots for which a residual may be kept; one per place."""
     return list({slot.place: slot for slot in (*unit.slots, *unit.matrices)}.values())
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What the headers of a step decide.
+    """Decisions that follow from the headers of a step.
 
     Attributes:
-        routes: per unit, how it travels in this step.
+        routes: route of each unit in this step.
         tapped: per unit, whether all sites have its factors.
-        tap_next: per unit, whether it should be tapped in the next forward.
-        sizes: per unit, bytes of its part in a message on the site that has most; 0 if dense.
-        reasons: per unit, why it travels so, for the coverage table.
+        tap_next: per unit, whether its layers should capture factors in the next forward.
+        sizes: per unit, bytes of its part of a message on the site with the largest; 0 if dense.
+        reasons: per unit, the reason for its route, for the coverage table.
     """
 
     routes: tuple[Route, ...]

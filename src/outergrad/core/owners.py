@@ -1,4 +1,4 @@
-"""Who merges what: shares of about the same size."""
+"""Balanced assignment of items to sites."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 
 def owners(sizes: Mapping[T, float], sites: int) -> dict[T, int]:
-    """A site for each item, the largest first, always the one that has least so far.
+    """Assigns each item a site: largest item first, always to the site with the least load.
 
     At most a third above the best division (Graham, Bounds on Multiprocessing Timing Anomalies,
-    1969); the same on all sites, as it depends on the sizes and their order alone.
+    1969). All sites get the same result, since it depends only on the sizes and their order.
     """
     loads, owner = [0.0] * sites, {}
     for item in sorted(sizes, key=lambda item: -sizes[item]):
@@ -23,7 +23,7 @@ def owners(sizes: Mapping[T, float], sites: int) -> dict[T, int]:
 
 
 def heaviest_share(sizes: Mapping[T, float], sites: int) -> float:
-    """The sum of the sizes that the busiest site owns."""
+    """Total size of the items of the most loaded site."""
     loads = [0.0] * sites
     for item, site in owners(sizes, sites).items():
         loads[site] += sizes[item]

@@ -1,4 +1,4 @@
-"""What a site sends of one slot: how it stands in a message, and what is read of it."""
+"""Payload of one slot: its tensors in a message, and the gradient that is read from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Entries(NamedTuple):
 
     Attributes:
         values_K: the entries.
-        places_K: where they stand in the flattened gradient, int64, ascending and distinct.
+        places_K: their indices in the flattened gradient, int64, ascending and distinct.
         shape: of the gradient, (G, O, I).
     """
 
@@ -27,18 +27,18 @@ class Entries(NamedTuple):
 
 
 Arrived = Factors | Tensor | Entries
-"""A weight gradient as it is read of a message; a tensor is the gradient itself, (G, O, I).
-Of a block it is a tensor of bytes, of which every site computes the gradients."""
+"""A weight gradient as read from a message; a tensor is the gradient itself, (G, O, I).
+For a block it is a tensor of bytes, from which every site computes the gradients."""
 
 
 Payload = Sequence[Tensor | Encoded | None]
-"""What `Compressor.compress` makes of one slot: a tensor per field, which is then encoded unless it
-is already, or None for a field of zeros. One that is smaller than its field leaves zeros behind it.
-"""
+"""The result of `Compressor.compress` for one slot, with one element per field.
+A plain tensor is encoded when it is written, an `Encoded` one already is. None is a field of
+zeros. A tensor smaller than its field is followed by zeros."""
 
 
 class EncodedRows(NamedTuple):
-    """Factors whose rows are encoded already, and maybe the bias gradient."""
+    """Factors whose rows are already encoded, with an optional bias gradient."""
 
     d_GRO: Encoded
     a_GRI: Encoded
@@ -46,24 +46,24 @@ class EncodedRows(NamedTuple):
 
 
 class Form(Protocol):
-    """One kind of payload. Equal ones are alike, as those of a frozen dataclass."""
+    """Layout of one kind of payload. Instances that compare equal are interchangeable."""
 
     def fields(
         self, slot: Slot, count: int, dtype: torch.dtype, bias: torch.dtype | None, codecs: Codecs
     ) -> list[Field]:
-        """The tensors of a payload: their lengths are agreed before there is one.
+        """Returns the tensors of a payload, whose sizes are agreed before it is computed.
 
         Args:
-            slot: that it is of.
-            count: how many rows, or entries, as `Compressor.sent_rows` says; 1 or more.
-            dtype: of its numbers, before they are encoded.
-            bias: dtype of the bias gradient; None where it does not travel along.
-            codecs: that its numbers go through.
+            slot: of the payload.
+            count: number of rows, or entries, as in `Compressor.sent_rows`; 1 or more.
+            dtype: of the numbers before encoding.
+            bias: dtype of the bias gradient; None where it is not sent.
+            codecs: that the numbers are encoded with.
         """
         ...
 
     def read(self, tensors: Sequence[Tensor], slot: Slot, count: int) -> Arrived:
-        """The gradient, from what the fields hold.
+        """Returns the gradient held by the decoded fields.
 
         Args:
             tensors: of the fields, decoded.
@@ -71,13 +71,13 @@ class Form(Protocol):
             count: as for `fields`.
 
         Raises:
-            ValueError: they hold none.
+            ValueError: the fields hold no valid gradient.
         """
         ...
 
 
 class FactorRows:
-    """Rows of deltas and activations; of an embedding, of deltas and ids."""
+    """Rows of deltas and activations; for an embedding, rows of deltas and ids."""
 
     def fields(
         self, slot: Slot, count: int, dtype: torch.dtype, bias: torch.dtype | None, codecs: Codecs
@@ -91,7 +91,7 @@ class FactorRows:
         return [deltas, activations, *biases]
 
     def read(self, tensors: Sequence[Tensor], slot: Slot, count: int) -> Factors:
-        """The factors; ids are checked."""
+        """Returns the factors; raises if an id is outside the embedding's table."""
         factors = Factors(*tensors)
         if slot.lookup:
             _check_ids(slot, factors.a_GRI)
@@ -99,16 +99,16 @@ class FactorRows:
 
 
 class Bytes:
-    """So many bytes, which say themselves what they mean."""
+    """A payload of `count` self-describing bytes."""
 
     def fields(
         self, slot: object, count: int, dtype: torch.dtype, bias: torch.dtype | None, codecs: Codecs
     ) -> list[Field]:
-        """One of that length: what they hold was encoded before."""
+        """One field of `count` bytes; their content was encoded before."""
         return [Field((count,), torch.uint8)]
 
     def read(self, tensors: Sequence[Tensor], slot: object, count: int) -> Tensor:
-        """As they came."""
+        """Returns the bytes unchanged."""
         return tensors[0]
 
 

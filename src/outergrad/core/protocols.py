@@ -1,4 +1,4 @@
-"""The protocols between the rooms of outergrad: what a rule, a method, a recorder must do."""
+"""The protocols of outergrad's extension points: rules, methods, policies and recorders."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class TapFn(Protocol):
         samples: int | None = None,
         positions_first: bool = False,
     ) -> Tensor:
-        """Returns y, whose delta will be captured together with a for the layer's slot.
+        """Returns y; its delta will be captured together with a for the layer's slot.
 
         Args:
-            y: output of the product, of any shape; changed in place by nobody else.
-            a: what `Rule.factors` needs besides delta.
+            y: output of the product, of any shape; nothing else may change it in place.
+            a: the tensor that `Rule.factors` needs besides delta.
             slot: index into `Rule.slots`.
             rows: N of this use; None for `y.numel() // (G * O)`.
-            samples: B, how many samples of the batch the rows are of; None where it is not known.
+            samples: B, the number of samples of the batch that the rows belong to; None if unknown.
             positions_first: whether the rows are (positions, samples), flattened, and not
                 (samples, positions).
         """
@@ -40,7 +40,7 @@ class TapFn(Protocol):
 
 
 class Rule(Protocol):
-    """How one type of layer computes and what its factors are; knows no communication.
+    """Computation and factors of one type of layer; independent of communication.
 
     A rule that tells samples apart, for transforms that need them, also has `by_sample(module,
     slot, call, samples) -> SampleRows`: as `factors`, but no row is of several samples.
@@ -50,7 +50,7 @@ class Rule(Protocol):
     """Names of child modules whose parameters this rule handles."""
 
     def objection(self, module: Any) -> str | None:
-        """Why this module must travel dense, or None.
+        """Returns the reason why this module must travel dense, or None.
 
         Raises:
             ValueError: the module cannot be trained over several sites at all.
@@ -58,19 +58,19 @@ class Rule(Protocol):
         ...
 
     def slots(self, module: Any, name: str) -> Sequence[Slot]:
-        """The layer's outer products, in an order that is the same on every site."""
+        """Returns the layer's outer products, in an order that is the same on every site."""
         ...
 
     def forward(self, module: Any, tap: TapFn, *args: Any, **kwargs: Any) -> Any:
-        """The layer's forward with detached parameters, every product passed through tap."""
+        """Runs the layer's forward with detached parameters, every product passed through tap."""
         ...
 
     def rows(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[int]:
-        """N per slot that `forward` with these arguments would tap."""
+        """Returns N per slot that `forward` with these arguments would tap."""
         ...
 
     def factors(self, module: Any, slot: int, call: Call) -> Factors:
-        """The rows of one use of the layer."""
+        """Returns the rows of one use of the layer."""
         ...
 
 
@@ -81,37 +81,37 @@ class Method(Protocol):
     """A frozen dataclass of settings that the user passes to `distribute`."""
 
     def compressor(self) -> Compressor | None:
-        """A new compressor, or None where every parameter travels dense."""
+        """Returns a new compressor, or None where every parameter travels dense."""
         ...
 
 
 class Policy(Protocol):
-    """Which method every parameter has in a step. Pure: the same answer on every site."""
+    """Assigns each parameter a method per step. Pure: the answers are the same on every site."""
 
     def candidates(self, name: str) -> Sequence[Method | None]:
-        """All methods that a parameter may ever have; None for none."""
+        """Returns all methods that a parameter may ever have; None stands for no method."""
         ...
 
     def method_of(self, name: str, step: int = 0) -> Method | None:
-        """The method of a parameter in a shared step, by its number; None for none.
+        """Returns the method of a parameter in a synchronised step, by its number, or None.
 
-        Parameters of one layer, and tied ones, must have the same.
+        Parameters of one layer, and tied ones, must have the same method.
         """
         ...
 
 
 class Recorder(Protocol):
-    """Anything that wants to know what happens.
+    """Receiver of a session's events.
 
-    An attribute `every` thins the steps that it is told of, to those whose number it divides;
-    `budget` is the share of the time of a step that measuring and writing one may take: layers
-    that do not fit are measured another time; with `samples` True it hears of single samples, too,
-    which are nobody else's business. A method `close()` is called when the session ends. All of
-    these may be missing.
+    The following members are optional. An attribute `every` limits the steps that are recorded to
+    those whose number it divides. `budget` is the share of a step's time that measuring and writing
+    it may take: layers that do not fit are measured another time. With `samples` True the recorder
+    gets figures of single samples, too, which are private to the site. A method `close()` is called
+    when the session ends.
     """
 
     def record(self, event: Event) -> None:
-        """Takes one event; called at the end of backward, on the training thread."""
+        """Receives one event; called at the end of backward, on the training thread."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Why a unit travels as it does: the same on every site, in words only in the coverage table."""
+"""Reasons for a unit's route: the same on every site, put into words only in the coverage table."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from outergrad.core.types import Link, Route
 
 
 class Why(Enum):
-    """What decided; all but the first five mean dense."""
+    """The decisive reason; all but the first five mean dense."""
 
     FACTORS = "factors"
     LOW_RANK = "low rank"
     SPARSE = "sparse"
     CODED = "compressed"
-    """Neither: a payload of another kind, as a bit per entry."""
+    """Neither factors nor entries: a payload of another kind, such as one bit per entry."""
     REPLAYED = "replayed"
     NOT_TAPPED = "not tapped"
-    """Its gradient was accumulated, or not tapped in the last step."""
+    """The unit's gradient was accumulated, or was not tapped in the last step."""
     USED_OUTSIDE_LAYER = "used outside layer"
     OVERLAPPING = "overlapping"
-    """Several products add to the same rows of its weight."""
+    """Several products add to the same rows of the weight."""
     ROWS = "rows"
-    """Its factors would be too many rows."""
+    """The factors would have too many rows."""
     NOT_CAPTURED = "not captured"
-    """As NOT_TAPPED, of a block; so are the following."""
+    """Like NOT_TAPPED, for a block; the next two are for blocks, too."""
     USED_OUTSIDE_BLOCK = "used outside block"
     UNSENDABLE = "unsendable"
-    """What it reads must not be sent."""
+    """The block's inputs must not be sent."""
     DENSE = "dense method"
-    """Its method is."""
+    """The unit's method sends dense gradients."""
     OWING = "owing"
-    """What the method before had not sent has to arrive."""
+    """A residual of the previous method still has to be sent."""
     BYTES = "bytes"
-    """What would be sent of it is too much."""
+    """The block's payload would be too large."""
 
 
 COMPRESSED = (Why.LOW_RANK, Why.SPARSE, Why.CODED)
-"""What is sent is about the gradient, and something of it is left out."""
+"""Reasons of units that travel compressed, with some part of the gradient left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoWay:
-    """How `reduce="auto"` has low rank travel, for good.
+    """The route that `reduce="auto"` has chosen for low-rank gradients.
 
     Attributes:
-        way: that was chosen.
-        seconds: that the messages of a step take so.
-        others: the other ways, with their seconds.
-        link: between the sites; None where the way is that of a saved state.
+        way: the chosen route.
+        seconds: estimated time for a step's messages on it.
+        others: the other routes, with their estimated seconds.
+        link: between the sites; None where the route comes from a saved state.
     """
 
     way: Route
@@ -59,13 +59,13 @@ class AutoWay:
     link: Link | None = None
 
     def plain(self) -> list[Any]:
-        """As JSON holds it."""
+        """Returns the fields as values that JSON can hold."""
         link = None if self.link is None else [self.link.delay_s, self.link.bytes_per_s]
         return [self.way.value, self.seconds, [[w.value, s] for w, s in self.others], link]
 
     @staticmethod
     def of(plain: Any) -> AutoWay:
-        """The inverse of `plain`; errors as of `Reason.of`."""
+        """The inverse of `plain`; raises the same errors as `Reason.of`."""
         way, seconds, others, link = plain
         return AutoWay(
             way=Route(way),
@@ -77,14 +77,14 @@ class AutoWay:
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """How a unit travels in a step, and why.
+    """A unit's route in a step, and the reason for it.
 
     Attributes:
-        why: what decided.
-        route: of what is compressed.
-        tapped: whether it is found from factors, and not from the formed gradient.
-        nbytes: what would be sent of a block.
-        auto: why low rank takes its way, where that was chosen.
+        why: the decisive reason.
+        route: of a compressed unit.
+        tapped: whether the payload is computed from factors, not from the formed gradient.
+        nbytes: bytes that would be sent of a block.
+        auto: the reason for the low-rank route, where it was chosen automatically.
     """
 
     why: Why
@@ -94,7 +94,7 @@ class Reason:
     auto: AutoWay | None = None
 
     def plain(self) -> list[Any]:
-        """As JSON holds it."""
+        """Returns the fields as values that JSON can hold."""
         auto = None if self.auto is None else self.auto.plain()
         return [self.why.value, self.route.value, self.tapped, self.nbytes, auto]
 
@@ -103,7 +103,7 @@ class Reason:
         """The inverse of `plain`.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the value is no valid reason.
         """
         try:
             why, route, tapped, nbytes, auto = plain

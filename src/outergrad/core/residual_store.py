@@ -1,4 +1,4 @@
-"""What a method has not sent: kept from step to step, handed on, saved and loaded."""
+"""Residuals of a method (error feedback): kept between steps, transferred, saved and loaded."""
 
 from __future__ import annotations
 
@@ -9,48 +9,49 @@ from outergrad.core.types import Gradient, Inheritance, Place, Slot, StateDict, 
 
 
 class ResidualStore(Protocol):
-    """What a method remembers of the steps until now; as it stands here, nothing.
+    """The residuals of a compressor; the default methods are those of one that keeps none.
 
-    The residual of a slot is what has not been sent of its gradients: error feedback sends it
-    later. All that changes in a step holds from `commit` on.
+    The residual of a slot is the part of its gradients that was not sent. Error feedback sends it
+    later. All changes made during a step take effect at `commit`.
     """
 
     def residual(self, slot: Slot) -> Gradient | None:
-        """What it has not sent of the gradients of the steps until now, if it remembers that."""
+        """Returns the slot's residual of the steps so far; None where none is kept."""
         return None
 
     def commit(self, *, applied: bool) -> None:
-        """The step is over: what `compress` left for the next one holds, or is void."""
+        """Ends the step: keeps the changes of `compress` if it was applied, else drops them."""
 
     def keep_before(self, places: Collection[Place]) -> None:
-        """The gradients of the last step that counts may yet be thrown away, of these places.
+        """Keeps the former residuals of places whose last gradients the loop may still drop.
 
-        `decide` says of each what became of them. All others are used.
+        `decide` is called once it is known whether they were used. The gradients of all other
+        places count as used.
         """
 
     def decide(self, places: Collection[Place], *, used: bool) -> None:
-        """What became of the gradients of these is known.
+        """Resolves `keep_before` once it is known whether these places' gradients were used.
 
         Args:
             places: of slots.
-            used: whether the gradients were used; if not, what was not sent before them holds
-                again. A store that does not know that any more lets them count.
+            used: if False, the residuals from before the gradients are restored. A store that no
+                longer has these lets the gradients count.
         """
 
     def remembers(self, unit: Unit) -> bool:
-        """Whether it keeps what it does not send of a unit, and sends it later."""
+        """True if the store keeps the unsent part of the unit's gradients and sends it later."""
         return False
 
     def hand_over(self, slots: Sequence[Slot]) -> dict[Slot, Gradient]:
-        """Forgets what it has not sent of these, and returns it; between two steps."""
+        """Removes and returns the residuals of these slots; called between two steps."""
         return {}
 
     def take_over(self, slot: Slot, residual: Gradient) -> None:
-        """Goes on with what another one has not sent; of a unit that it remembers."""
+        """Adopts the residual of another store, for a unit that this one remembers."""
 
     def state(self) -> StateDict:
-        """What it remembers between two steps; `load` takes it back."""
+        """Returns the state between two steps, for `load`."""
         return {}
 
     def load(self, inheritance: Inheritance) -> None:
-        """Goes on from what was saved, and forgets what it remembers now."""
+        """Restores saved states, in place of the current residuals."""

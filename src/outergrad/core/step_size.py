@@ -1,4 +1,4 @@
-"""What a step sends of a whole model: what budgets are a part of."""
+"""Sizes of what a step sends of a whole model, from which a method sets its budget."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 class Whole(NamedTuple):
-    """What there is to send besides what a method compresses.
+    """Sizes of a model's parameters and of the fixed messages of a step.
 
     Attributes:
-        params: sizes of all trained parameters, bytes, by name.
-        dtypes: theirs.
+        params: size of each trained parameter in bytes, by name.
+        dtypes: dtype of each trained parameter, by name.
         control: bytes of a header and a vote, to each site.
     """
 

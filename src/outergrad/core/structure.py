@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 Structure = Any
-"""What JSON can hold: a tensor is {"t": its place}, a container {its kind: its items}."""
+"""Values that JSON can hold: a tensor is {"t": its index}, a container {its kind: its items}."""
 
 
 def flattened(value: Any) -> tuple[Structure, list[Tensor]]:
-    """Takes nested arguments apart; a tensor that occurs twice is one.
+    """Separates nested arguments into a structure and tensors; a repeated tensor is listed once.
 
     Raises:
-        TypeError: there is something in them that cannot be sent.
+        TypeError: a value among them cannot be sent.
     """
     tensors: list[Tensor] = []
     return _taken_apart(value, tensors), tensors
@@ -37,7 +37,7 @@ def rebuilt(structure: Structure, tensors: Sequence[Tensor]) -> Any:
 
 
 def exchanged(value: Any, new: Mapping[int, Tensor]) -> Any:
-    """The same with other tensors, by the identity of those in it; mappings keep their class."""
+    """Replaces the tensors in a value, by `id` of the original; mappings keep their class."""
     if isinstance(value, Tensor):
         return new[id(value)]
     if isinstance(value, Mapping):
@@ -50,7 +50,7 @@ def exchanged(value: Any, new: Mapping[int, Tensor]) -> Any:
 
 
 def _of_class(value: Any, items: Mapping[str, Any]) -> Any:
-    """A copy with these items, as of an output of a library that is also a dataclass."""
+    """Copy of a mapping with other items, of the same class: some outputs are dataclasses, too."""
     made = copy(value)
     for key, item in items.items():
         made[key] = item

@@ -1,4 +1,4 @@
-"""What changes a site's own gradient before it travels: the protocol, and what it is given."""
+"""The protocol of transforms, which change a site's own gradient before it is sent."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from outergrad.core.types import Factors, Slot
 
 
 class Samples(NamedTuple):
-    """Where the samples of a batch stand in the rows of one use of a layer.
+    """Mapping between the samples of a batch and the rows of one use of a layer.
 
     Attributes:
-        total: B, how many samples there are.
+        total: B, the number of samples.
         positions_first: whether rows are (positions, samples), flattened, and not (samples,
             positions).
-        forward: which forward of the model the use was in.
+        forward: number of the model's forward that the use belongs to.
     """
 
     total: int
@@ -27,7 +27,7 @@ class Samples(NamedTuple):
 
 
 class SampleRows(NamedTuple):
-    """This site's rows of one product, and which sample each is of.
+    """This site's rows of one product, with the sample of each row.
 
     Attributes:
         factors: the rows, N of them: deltas (G, N, O) and activations (G, N, I). For a lookup slot
@@ -41,18 +41,18 @@ class SampleRows(NamedTuple):
 
 @dataclass(frozen=True)
 class SiteGradient:
-    """This site's own gradient, or the part of it that a transform is given at a time.
+    """This site's own gradient, or the part of it that a transform receives in one call.
 
     Every parameter has its gradient either in `rows` or in `formed`. `outergrad.transforms` has
-    what is usually computed of it.
+    the usual computations on it.
 
     Attributes:
-        rows: of the products of layers with a rule that were captured, by slot. The gradient of
-            the slot's weight is the product of its rows, that of its bias the sum of its deltas;
+        rows: rows of the products of layers with a rule that were captured, by slot. The gradient
+            of the slot's weight is the product of its rows, that of its bias the sum of its deltas;
             slots of one parameter add up.
         formed: gradients that have no rows, by the full name of the parameter, in its shape.
-        params: the parameters concerned, by full name; to be read alone.
-        samples: B, how many samples this site's batch has; 0 where the transform did not ask.
+        params: the parameters concerned, by full name; read-only.
+        samples: B, the number of samples in this site's batch; 0 where the transform did not ask.
     """
 
     rows: Mapping[Slot, SampleRows]
@@ -65,30 +65,30 @@ class GradientTransform(Protocol):
     """Changes a site's own gradient, between its capture and its compression.
 
     It is called once per step, even if messages are sent again, without autograd, on every site
-    for itself. What it is given is what this site adds to the mean over the sites, before the
-    site's weight: with several passes (`no_sync`, `every=k`) their sum. Its `repr` must say its
-    settings, as that of a frozen dataclass does: the sites compare it.
+    separately. Its input is this site's contribution to the mean over the sites, before the site's
+    weight is applied: with several backward passes (`no_sync`, `every=k`) their sum. Its `repr`
+    must contain its settings, as that of a frozen dataclass does: the sites compare it.
 
     Samples are counted along the first dimension of the first tensor that the model is called
     with, and every layer is checked to see as many. Of a loss that is a mean, as usual, the rows
     of a sample make up 1 / B of its gradient; with a GradScaler all of it is multiplied by its
-    scale. What the transform remembers, as the state of a generator, is not part of the session's
+    scale. The transform's own state, such as that of a generator, is not part of the session's
     state: save it beside, as by `og.Checkpoints(..., noise=generator)`.
     """
 
     needs_samples: bool
-    """Whether it must know which sample each row is of. What has no rows is then refused."""
+    """True if it must know the sample of each row. Gradients without rows are then refused."""
     needs_all_layers: bool
-    """Whether it must see the gradient of all parameters at once: nothing is sent before the end
-    of backward. Otherwise it is called for one weight of a layer with its bias (and whatever
-    shares parameters with them), or for one other parameter, at a time."""
+    """True if it must see the gradients of all parameters at once: nothing is sent before the end
+    of backward. Otherwise it is called for one weight of a layer with its bias (and all parameters
+    shared with them), or for one other parameter, at a time."""
     forms: bool = False
-    """Whether all that it returns is in `formed`, as noise has no rows: layers then travel dense,
-    or at low rank of their formed gradients. May be missing."""
+    """True if its whole result is in `formed`, as noise has no rows: layers then travel dense, or
+    at low rank of their formed gradients. The attribute may be missing."""
 
     def __call__(self, gradient: SiteGradient) -> SiteGradient:
-        """Returns what is to travel instead: with `forms` all of it in `formed`.
+        """Returns the gradient to send; with `forms` all of it in `formed`.
 
-        Otherwise with the same slots, the same number of rows of each, and the same names.
+        Without `forms` the result has the same slots, the same row counts and the same names.
         """
         ...

@@ -1,4 +1,4 @@
-"""The protocols between outergrad and a transport: how it is opened, and its collectives."""
+"""The protocols between outergrad and a transport: opening it, and its collectives."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from outergrad.core.cost import CostModel
 from outergrad.core.types import Link
 
 Enough = Callable[[Sequence[str | None]], bool]
-"""Whether what sites have left is enough to go by; None of those that have left nothing yet."""
+"""True if these reports suffice to decide; one per site, None where none has come yet."""
 
 
 class Capability(Enum):
-    """What methods ask of a transport besides what every one can do."""
+    """Collectives that some methods need and that a transport may lack."""
 
     ALL_REDUCE = "all_reduce"
-    """Sums: of gradients that travel dense, so that every method may need them, and of sketches."""
+    """Sums of dense gradients, so that every method may need them, and of sketches."""
     ALL_TO_ALL = "all_to_all"
-    """Something else for every site: for `reduce="two_way"`, and among the ranks of a mesh."""
+    """A different message for every site: for `reduce="two_way"`, and among the ranks of a mesh."""
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective that has been started."""
 
     def wait(self) -> Any:
         """Blocks until the result is there and returns it."""
@@ -34,145 +34,145 @@ class Work(Protocol):
 
 
 class Notes(Protocol):
-    """A place where a site that leaves in order leaves a text for the others.
+    """Store for the farewells of sites that leave in order.
 
-    It may be used after the connections are closed, and when Python is about to end, and must not
-    refer to the `Comm`: that this is forgotten tells of the end of a session, too.
+    It is usable after the connections are closed and while Python shuts down. It must not refer to
+    the `Comm`, whose garbage collection also marks the end of a session.
     """
 
     def leave_at_end(self, text: str, *, of_process: bool) -> None:
-        """This site's, when it ends the session, or its whole process."""
+        """Leaves this site's farewell, for the end of the session or of its whole process."""
         ...
 
     def stay(self, sites: Sequence[int]) -> None:
-        """Waits, not for long, until these sites have read what was left."""
+        """Waits for a short time until these sites have read this site's report."""
         ...
 
 
 class Board(Protocol):
-    """Slots that all sites can write to and read, also where their connections are closed.
+    """Key-value slots shared by all sites; they remain usable when connections are closed.
 
-    It may be used by several threads, and must not refer to the `Comm`. Nothing of it blocks for
-    long: what is not answered in time raises a `BoardGoneError`, then and ever after.
+    It may be used by several threads, and must not refer to the `Comm`. No call blocks for long:
+    one that is not answered in time raises a `BoardGoneError`, and so do all later ones.
     """
 
     def without_limit(self) -> Board:
-        """The same slots for a thread that may wait for as long as an answer takes."""
+        """Returns the same board without a time limit, for a thread that may block."""
         return self
 
     def first(self, key: str, text: str) -> str:
-        """Writes a text into a slot, unless one stands there; returns what stands there then."""
+        """Writes a text if the slot is empty; returns the slot's text after that."""
         ...
 
     def slot(self, key: str) -> str | None:
-        """What was written so; None if nothing was."""
+        """Returns the text written by `first`; None if the slot is empty."""
         ...
 
     def put(self, key: str, content: bytes) -> None:
-        """Writes any content into a slot where nothing stands yet."""
+        """Writes bytes into a slot that is still empty."""
         ...
 
     def get(self, key: str) -> bytes | None:
-        """What was put there; None if nothing was."""
+        """Returns the bytes written by `put`; None if there are none."""
         ...
 
     def farewell(self, site: int, session: int) -> str | None:
-        """What a site has left by its `Notes`, of its end or that of the session."""
+        """Returns a site's farewell of its process or of the session, left by its `Notes`."""
         ...
 
     def is_gone(self, site: int) -> bool:
-        """Whether a site is known to write nothing more."""
+        """True if a site is known to write nothing more."""
         return False
 
 
 class MeshRanks(Protocol):
-    """The ranks of a mesh, for the sessions on one of its transports.
+    """The ranks of a mesh, numbered site by site, for the sessions on one of its transports.
 
-    They are numbered site by site. If some are lost, all ranks of all sites tell each other.
+    If some are lost, the reports of all ranks of all sites are gathered.
     """
 
     number: int
-    """Of this rank."""
+    """Number of this rank."""
     total: int
-    """How many ranks there are."""
+    """Number of ranks in the mesh."""
     peers: Sequence[int]
-    """Those that take part in the steps of a session on this transport."""
+    """Numbers of the ranks that take part in the steps of a session on this transport."""
     keys: Sequence[Hashable]
-    """Of all transports of this rank, which end together."""
+    """Keys of all transports of this rank; they end together."""
 
     @property
     def host(self) -> int | None:
-        """The rank that the place where texts are left ends with, if any."""
+        """The rank that holds the place of reports, if any: they end together."""
         ...
 
     @property
     def has_place(self) -> bool:
-        """Whether there is a place where all can leave texts."""
+        """True if there is a place where all ranks can leave reports."""
         ...
 
     def numbers_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """The numbers of ranks of the transport."""
+        """Returns the mesh numbers of ranks of the transport."""
         ...
 
     def place_of(self, number: int) -> tuple[int, int]:
-        """The site of a rank, and its local rank."""
+        """Returns the site of a rank, and its local rank."""
         ...
 
     def words(self, session: int, limit_s: float | None = None) -> Any:
-        """The `Notes` of all ranks; None where they have no place for them."""
+        """Returns the `Notes` of all ranks; None where they have no place for them."""
         ...
 
     def give_up(
         self, text: str, final: str, enough: Enough, patience_s: float, session: int
     ) -> list[str | None] | None:
-        """As `Comm.give_up`, with the texts of all ranks, by their numbers."""
+        """Like `Comm.give_up`, with the reports of all ranks, by their numbers."""
         ...
 
 
 class Comm(Protocol):
-    """The few collectives that outergrad needs; every site calls them in the same order.
+    """The collectives that outergrad needs; every site calls them in the same order.
 
-    What stands here with a value, or needs none, is right for a transport that has nothing of the
-    kind: a class that derives from this one writes the rest. Where a collective fails because of
-    the other sites, it or its `wait` raises an `ExchangeError`.
+    Members with a default value or body suit a transport without that feature; a derived class
+    implements the rest. Where a collective fails because of the other sites, it or its `wait`
+    raises an `ExchangeError`.
     """
 
     rank: int
     world_size: int
     sent_bytes: int
-    """Payload that this site has sent since it was opened, by the collectives but `broadcast`."""
+    """Payload bytes that this site has sent since opening, in all collectives but `broadcast`."""
     received_bytes: int
-    """The same of what it has received."""
+    """Payload bytes that this site has received, counted in the same way."""
     cost: CostModel
-    """What the collectives cost: `sent_bytes` and `received_bytes` go by it, and so do methods."""
+    """Cost model of the collectives; `sent_bytes`, `received_bytes` and methods follow it."""
     capabilities: Set[Capability] = frozenset(Capability)
-    """Those of its methods that do something; a session refuses a method that needs others."""
+    """Optional collectives that work here; a session refuses a method that needs others."""
     device: torch.device
-    """Of what is given to the collectives."""
+    """Device of the tensors given to the collectives."""
     key: Hashable
-    """The same for all sessions of this process that use the same connections, and so take turns.
-    It is referred to weakly: an object, no number or tuple."""
+    """Identifies the connections: sessions of this process with an equal key share them, and take
+    turns at using them. It is held weakly, so it is an object, no number or tuple."""
     patience_s: float
-    """How long a message may take."""
+    """Longest time that a message may take, in seconds."""
     host: int | None = None
-    """The site with which the place ends where sites leave texts (`give_up`, `notes`), if any."""
+    """The site that holds the place of reports (`give_up`, `notes`): they end together."""
     board: Board | None = None
-    """Where sites that lost others agree on what counts, and no step has to wait for votes."""
+    """Board on which sites agree after a loss; with it, no step has to wait for votes."""
     holds_board: bool = False
-    """Whether the board ends with this process: then it goes last."""
+    """True if the board ends with this process, which must therefore be the last to end."""
     names: Sequence[str] = ()
-    """Of all sites, in the order of ranks, where they have some."""
+    """Names of all sites, in the order of ranks, if they have names."""
     epoch: int = 0
-    """How many times sites have gone on without others, or with more."""
+    """Number of times that the set of sites has changed."""
     coming: Sequence[int] = ()
-    """Sites that have come while the others train, and have to be told how far these are."""
+    """Ranks of sites that join during training and need the state of training."""
     mesh: MeshRanks | None = None
-    """Who tell each other when some are lost, where this is a transport of a mesh's."""
+    """Ranks to gather reports from when some are lost, if this is a transport of a mesh."""
     min_sites: int | None = None
-    """How many have to be left to go on without others; None where a lost site ends it for all."""
+    """Fewest sites with which training continues after a loss; None if any loss ends it for all."""
 
     def all_reduce(self, t: Tensor) -> Work:
-        """Sums t over the sites in place; `wait` returns it, on all sites the same to the bit."""
+        """Sums t over the sites in place; `wait` returns it, equal to the bit on all sites."""
         ...
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Work:
@@ -181,52 +181,53 @@ class Comm(Protocol):
         Args:
             t: this site's, of length `sizes[rank]`.
             sizes: the agreed length on every site.
-            lane: messages of one lane need not come in order with those of another.
+            lane: messages on different lanes may arrive in any order relative to each other.
         """
         ...
 
     def take_turn(self, turn: int) -> None:
-        """Messages belong to this turn from now on; called in the same place on every site.
+        """Sets the turn that subsequent messages belong to; called at the same point on every site.
 
-        A turn is the sequence number of a step on the transport. A transport that receives ahead
-        must not take a message of one turn for one of another. Any other transport does nothing.
+        A turn is the sequence number of a step on the transport. A transport that posts receives
+        ahead must not match messages of different turns. Any other transport does nothing.
 
         Args:
-            turn: above all that were taken before, of which some may be left out; 0 for messages
-                that belong to none.
+            turn: larger than all previous ones, of which some may be skipped; 0 for messages
+                outside any turn.
         """
 
     def expect(
         self, sizes: Sequence[int], turn: int, dtype: torch.dtype = torch.uint8, lane: int = 0
     ) -> None:
-        """Posts the receives of an `all_gather` or `all_to_all` before that is started.
+        """Posts the receives of an `all_gather` or `all_to_all` ahead of its start.
 
-        It is the next one of this turn and lane that is not expected yet. A transport that sends
-        nothing before the other side receives saves a delay so; any other does nothing. Until the
-        collective is waited for, nothing times out, and no other site need be there.
+        They belong to the next collective of this turn and lane that has no receives yet. A
+        transport that sends nothing before the receiver is ready saves a delay so; any other does
+        nothing. Before the collective is waited for, nothing times out, and no other site need be
+        there.
 
         Args:
             sizes: as for the collective.
-            turn: this one or the next. If the next one is left out, its messages never come.
+            turn: the current or the next one. If the next one is skipped, its receives never match.
             dtype: of the tensors.
             lane: as for the collective.
         """
 
     def expect_sum(self, size: int, turn: int, dtype: torch.dtype) -> None:
-        """The same of the next `all_reduce`, in a transport that receives something for it.
+        """Posts the receive of the next `all_reduce` ahead, in a transport that needs one for it.
 
         Args:
-            size: of the tensor.
-            turn: this one or the next.
-            dtype: of it.
+            size: number of elements of the tensor.
+            turn: the current or the next one.
+            dtype: of the tensor.
         """
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Work:
-        """Sends every site a 1-D tensor of its own; `wait` returns what each had for this one.
+        """Sends every site its own 1-D tensor; `wait` returns the tensors received.
 
         Args:
-            parts: in the order of sites; what is for this one stays here.
-            sizes: the agreed length of what each site has for this one.
+            parts: in the order of sites; the part of this site stays here.
+            sizes: the agreed length of each site's part for this one.
         """
         ...
 
@@ -235,99 +236,99 @@ class Comm(Protocol):
         ...
 
     def control(self, values: Sequence[int]) -> Tensor:
-        """An int64 tensor for a collective that should not disturb the device."""
+        """Returns an int64 tensor, on a device where a collective does not stop the accelerator."""
         return torch.tensor(values, dtype=torch.int64)
 
     def settle_pace(self, link: Link, timeout_s: float) -> None:
-        """Takes note of what was measured, the same on all sites; it may do nothing.
+        """Stores the measured link, equal on all sites; the default does nothing.
 
         Args:
-            link: of the slowest site, roughly: it may be less far, and faster.
+            link: of the slowest site, as a rough bound: it may be nearer and faster.
             timeout_s: the shortest `patience_s`.
         """
 
     def all_began(self) -> None:
-        """Takes note of the end of an exchange between two steps; it may do nothing.
+        """Marks the end of an exchange between two steps; the default does nothing.
 
-        Nobody began it before it had all that was sent to it before.
+        No site began that exchange before it had received all earlier messages.
         """
 
     def took_part(self, session: int, first: int, last: int) -> None:
-        """Takes note that this site has all messages of some steps; it may do nothing.
+        """Notes that this site has all messages of some steps; the default does nothing.
 
         Args:
-            session: fingerprint of the one whose steps they are.
+            session: fingerprint of the steps' session.
             first: of the steps.
-            last: of them, included.
+            last: of the steps, inclusive.
         """
 
     def notes(self, session: int) -> Notes | None:
-        """Where a site that leaves in order tells the others; None where there is no such place.
+        """Returns the store for farewells; None where there is none.
 
         Args:
-            session: fingerprint of the one that it is about.
+            session: fingerprint of the session concerned.
         """
         return None
 
     def give_up(
         self, text: str, final: str, enough: Enough, patience_s: float, session: int = 0
     ) -> list[str | None] | None:
-        """Leaves a text for the other sites and closes the connections, for good.
+        """Leaves a failure report for the other sites and closes the connections, for good.
 
         Args:
-            text: this site's.
-            final: what it leaves in place of this when its patience ends.
-            enough: whether the texts that are there are enough to go by.
-            patience_s: how long to wait for that.
-            session: fingerprint of the one that failed.
+            text: this site's report.
+            final: the report that replaces it when `patience_s` is over.
+            enough: decides whether the reports so far suffice.
+            patience_s: longest time to wait for that, in seconds.
+            session: fingerprint of the session that failed.
 
         Returns:
-            What every site has left, None for those that have left nothing; or None if the place
-            is gone where they leave it.
+            The report of every site, None for sites without one; or None if the place where reports
+            are left is gone.
         """
         ...
 
     def close(self) -> None:
-        """Closes the connections: the other sites hear at once that this one is gone."""
+        """Closes the connections: the other sites learn at once that this one is gone."""
         ...
 
     def sealed(self) -> Comm:
-        """The same sites, where nobody between them reads what is sent; called on all at once.
+        """Returns a transport with end-to-end encryption between the same sites; called on all.
 
         Raises:
-            ExchangeError: they cannot agree on keys.
+            ExchangeError: the sites cannot agree on keys.
         """
         return self
 
     def go_on(self, sites: Sequence[int], coming: Sequence[str] = ()) -> Callable[[], Comm]:
-        """Begins to reach these sites alone, after others were lost; where `min_sites` is set.
+        """Starts to connect to the given sites only, after others were lost; needs `min_sites`.
 
         Args:
-            sites: ranks, of which this site's is one; the new ranks are the places among them.
-            coming: names of sites that take part besides, behind them.
+            sites: ranks, this site's included; their indices in this sequence are the new ranks.
+            coming: names of sites that join, with the ranks behind them.
 
         Returns:
-            What waits until they are there, and opens that for one session. It raises a
-            `RuntimeError` where that cannot be.
+            A function that waits until all sites are connected, and opens the transport for one
+            session. It raises a `RuntimeError` if that is impossible.
         """
         raise RuntimeError(f"{type(self).__name__} reaches the same sites for ever")
 
 
 class Transport(Protocol):
-    """How sites reach each other: what a user passes to `distribute`."""
+    """A way to connect the sites: an argument of `distribute`."""
 
     settings: Set[str] = frozenset()
-    """Which of the arguments `group` and `timeout` of `distribute` it goes by."""
+    """Names of the arguments among `group` and `timeout` of `distribute` that it uses."""
 
     def open(self, device: torch.device, *_: Any, **settings: Any) -> Comm:
-        """Opens it for one session, or whoever else has something to send.
+        """Opens the transport for one session or another user of its collectives.
 
         Args:
             device: of the tensors that will be sent.
-            **settings: those of its `settings` that were given.
+            **settings: the given ones of its `settings`.
 
         Raises:
-            ValueError: a setting cannot be.
-            RuntimeError: there are no sites to reach.
+            ValueError: a setting is invalid.
+            RuntimeError: there are no sites to connect to.
         """
         ...

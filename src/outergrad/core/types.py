@@ -1,4 +1,4 @@
-"""What the rooms of outergrad say to each other: slots, units and factors.
+"""Data types shared by all packages of outergrad: slots, units, factors and routes.
 
 Letters used everywhere: S sites, N rows (batch x positions) on one site, I and O input and output
 width, R rows on the wire, G groups (1 except for grouped convolutions).
@@ -18,12 +18,12 @@ from outergrad.core.blocks import Block
 
 RowRange = tuple[int, int]
 Place = tuple[str, RowRange | None]
-"""A weight and the part of its first dimension: what a gradient belongs to."""
+"""Identifies a gradient: a weight's name and the range of its first dimension, None for all."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One place in a layer where an outer product arises: `dW[rows] += deltaᵀ activation`.
+    """One outer product in a layer that adds to a gradient: `dW[rows] += deltaᵀ activation`.
 
     Attributes:
         layer: full name of the module.
@@ -34,12 +34,12 @@ class Slot:
         groups: G, independent outer products stacked along the weight's first dimension.
         weight_rows: the part of the weight's first dimension, None for all of it.
         bias_rows: the part of the bias, None for all of it.
-        lookup: the activations are one-hot (an embedding): ids travel in their place.
-        patches: the activations are cut from the layer's input, overlapping (a convolution): the
+        lookup: the activations are one-hot (an embedding): ids are sent in their place.
+        patches: the activations are overlapping patches of the layer's input (a convolution): the
             rows cost more to make than their product.
-        recomputed: the layer's products are computed a second time to know the deltas, which
-            PyTorch's kernel keeps to itself (a recurrent layer).
-        vector: it stands for a vector, as a matrix of one column.
+        recomputed: the layer's products are computed a second time to get the deltas, which
+            PyTorch's kernel does not expose (a recurrent layer).
+        vector: the slot represents a vector, as a matrix of one column.
     """
 
     layer: str
@@ -56,22 +56,22 @@ class Slot:
     vector: bool = False
 
     def __hash__(self) -> int:
-        """By its place: slots and units are looked up many times in every step."""
+        """Hashes the place alone: slots and units are looked up many times in every step."""
         return hash((self.weight, self.weight_rows))
 
     @property
     def place(self) -> Place:
-        """The weight and the part of it: what the gradient belongs to, however it is made."""
+        """The weight and the range of rows: identifies the gradient, however it is computed."""
         return self.weight, self.weight_rows
 
     @property
     def label(self) -> str:
-        """What its bytes are booked on."""
+        """Name under which the statistics book the slot's bytes."""
         return self.weight
 
     @property
     def numel(self) -> int:
-        """Elements of its part of the weight."""
+        """Number of elements of its part of the weight."""
         return self.groups * self.outputs * self.inputs
 
     @property
@@ -80,7 +80,7 @@ class Slot:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def overlaps(self, other: Slot) -> bool:
-        """Whether both add to the same rows of the same weight."""
+        """True if both slots add to the same rows of the same weight."""
         if self.weight != other.weight:
             return False
         if self.weight_rows is None or other.weight_rows is None:
@@ -90,33 +90,33 @@ class Slot:
 
 
 def bias_slot(slot: Slot) -> Slot:
-    """Its bias, which it must have, as a matrix of one column."""
+    """Returns a slot of the bias, as a matrix of one column; the given slot must have a bias."""
     assert slot.bias is not None
     numel = slot.groups * slot.outputs
     return Slot(slot.layer, slot.bias, numel, 1, weight_rows=slot.bias_rows, vector=True)
 
 
 def overlapping(slots: Sequence[Slot]) -> bool:
-    """Whether some of these add to the same rows of the same weight."""
+    """True if two of the slots add to the same rows of the same weight."""
     return any(a.overlaps(b) for a, b in combinations(slots, 2))
 
 
 Source = Slot | Block
-"""What a payload is of."""
+"""Origin of a payload."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Slots that share parameters, directly or through each other: they travel the same way.
+    """Slots that share parameters, directly or through each other: they take the same route.
 
     Attributes:
-        slots: the slots, in the order of the model; none of a block.
+        slots: the slots, in the order of the model; empty for a block.
         params: full names of all their parameters.
         dense_numel: number of elements of these parameters.
-        matrices: the parts of the weights as slots that do not overlap, for when the gradient is
-            formed: a table of an embedding, a tied weight are one each. None where the slots
-            leave some part of a weight out. Where the method takes vectors, these, too.
-        block: what is computed again by all sites, if the unit is that.
+        matrices: the weights, or parts of them, as slots that do not overlap, for a formed
+            gradient: an embedding's table and a tied weight are one each. Empty where the slots do
+            not cover the weights. If the method takes vectors, they are included.
+        block: the block that all sites recompute, if the unit is one.
     """
 
     slots: tuple[Slot, ...]
@@ -126,31 +126,31 @@ class Unit:
     block: Block | None = None
 
     def __hash__(self) -> int:
-        """By its parameters, as for slots."""
+        """Hashes the parameters' names alone, for speed."""
         return hash(self.params)
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """What is captured of it, in the order of headers: its slots, or the block."""
+        """Sources of the unit's payloads, in the order of headers: its slots, or the block."""
         return self.slots if self.block is None else (self.block,)
 
     @property
     def vectors(self) -> tuple[str, ...]:
-        """Parameters that are in none of the matrices, for when the gradient is formed."""
+        """Parameters that are in none of the matrices, for a formed gradient."""
         weights = {matrix.weight for matrix in self.matrices}
         return tuple(name for name in self.params if name not in weights)
 
 
 class Route(Enum):
-    """How a unit travels in one step."""
+    """Way in which a unit's gradient is exchanged in one step."""
 
     DENSE = "dense"
     GATHER = "gather"
-    """Rows of every site go to every site."""
+    """All-gather: every site's rows go to every site."""
     REDUCE = "all_reduce"
-    """Thin sketches of the gradient are summed over the sites, in one round or two."""
+    """All-reduce of thin sketches of the gradient, in one round or two."""
     TWO_WAY = "two_way"
-    """Rows of every site go to the one that owns the slot, which sends the merged ones to all."""
+    """Every site's rows go to the slot's owner, which sends the merged rows to all."""
 
 
 class Factors(NamedTuple):
@@ -168,21 +168,21 @@ class Factors(NamedTuple):
 
 
 Gradient = Factors | Tensor
-"""A weight gradient as its factors or, where it was formed, itself: (G, O, I)."""
+"""A weight gradient as its factors or, where it was formed, as a tensor (G, O, I)."""
 
 
 def tensors_of(gradient: Gradient) -> list[Tensor]:
-    """What it consists of."""
+    """Returns the tensors that the gradient consists of."""
     return [gradient] if isinstance(gradient, Tensor) else [t for t in gradient if t is not None]
 
 
 class Part(NamedTuple):
-    """What a site has to send of one slot.
+    """A site's contribution of one slot to a message.
 
     Attributes:
         slot: the slot.
         gradient: this site's.
-        rows: R, how many rows are sent of it.
+        rows: R, the number of rows to send.
     """
 
     slot: Slot
@@ -191,10 +191,10 @@ class Part(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What one use of a layer leaves behind in backward.
+    """Tensors that one use of a layer leaves in backward.
 
     Attributes:
-        a: what the rule gave to `tap`: the layer's input, in the layer's own shape.
+        a: the tensor that the rule gave to `tap`: the layer's input, in the layer's own shape.
         d: delta, the gradient with respect to the layer's output, in the output's shape.
     """
 
@@ -203,30 +203,29 @@ class Call(NamedTuple):
 
 
 def place_name(place: Place) -> str:
-    """As text: the name of the weight, with the rows of a part of it behind."""
+    """Returns a place as text: the weight's name, followed by its row range if it has one."""
     weight, rows = place
     return weight if rows is None else f"{weight}[{rows[0]}:{rows[1]}]"
 
 
 StateDict = dict[str, Any]
-"""What is saved of a session: names, numbers, lists and tensors, nothing else."""
+"""Saved state of a session: names, numbers, lists and tensors, nothing else."""
 
 
 @dataclass(frozen=True)
 class Inheritance:
-    """Which saved states of a compressor a site goes on from.
+    """Saved compressor states from which a site resumes, with a possibly different number of sites.
 
-    The sites may be more or fewer than there were. What they still owe the mean gradient is the
-    mean residual, so a site that takes over from some old ones counts what they had
-    unsent S' / S times, S' sites after S.
+    The sites' residuals contribute their mean to the mean gradient. So a site that takes over the
+    residuals of some old sites scales them by S' / S, for S' sites after S.
 
     Attributes:
         place_of: every place of the model, by its name in the states.
         first: the state that all sites have in common.
-        like: the state of the site that this one goes on from.
+        like: the state of the site that this one continues.
         residual: states of the sites whose residuals it takes over, if any.
-        weight: how many times these count.
-        predecessors: per site, this one too, the old site that it goes on from.
+        weight: factor by which these residuals are multiplied.
+        predecessors: per site, this one included, the old site that it continues.
     """
 
     place_of: Mapping[str, Place]
@@ -238,17 +237,17 @@ class Inheritance:
 
     @property
     def same_sites(self) -> bool:
-        """Whether there are as many sites as there were."""
+        """True if there are as many sites as in the saved state."""
         return self.weight == 1
 
 
 @dataclass(frozen=True)
 class Link:
-    """What the slowest site of a group has to the others.
+    """Network link of the slowest site of a group to the others.
 
     Attributes:
-        delay_s: until a short message has arrived, seconds.
-        bytes_per_s: that a site can send to all others together.
+        delay_s: time until a short message has arrived, seconds.
+        bytes_per_s: rate at which a site can send to all others together.
     """
 
     delay_s: float
@@ -256,12 +255,12 @@ class Link:
 
 
 class Stateful(Protocol):
-    """What can be saved: an optimizer, a scheduler, a scaler, a sampler."""
+    """An object whose state can be saved: an optimizer, a scheduler, a scaler, a sampler."""
 
     def state_dict(self) -> Any:
-        """What there is to save."""
+        """Returns the state to save."""
         ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Goes on from it."""
+        """Restores a saved state."""
         ...

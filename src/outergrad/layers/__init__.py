@@ -1,4 +1,4 @@
-"""One rule per kind of layer: how it computes and what the factors of its gradient are.
+"""Rules, one per type of layer: its forward through taps, and the factors of its gradient.
 
 To teach outergrad a new layer, write a `Rule` and pass `rules={**og.RULES, MyLayer: MyRule()}`.
 """
@@ -32,14 +32,14 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.LSTM: RecurrentRule(lstm),
 }
 RULES: Rules = MappingProxyType(_RULES)
-"""The rules that `distribute` uses by default, by exact type of module."""
+"""Default rules of `distribute`, by type of module."""
 
 
 def rule_for(module: nn.Module, rules: Rules) -> tuple[Rule | None, str]:
-    """The rule of a module's type or of the type that it inherits its forward from.
+    """Returns the rule of a module's type, or of the base class that it inherits its forward from.
 
     Returns:
-        The rule, or None with the reason why the module's parameters travel dense.
+        The rule, or None with the reason why the module's gradients are sent dense.
     """
     known = next((base for base in type(module).__mro__ if base in rules), None)
     if known is None:
@@ -52,7 +52,7 @@ def rule_for(module: nn.Module, rules: Rules) -> tuple[Rule | None, str]:
 
 
 def _computed(module: nn.Module, rule: Rule) -> str:
-    """Whether a parameter is computed from others, as by `weight_norm`, and so is none."""
+    """Returns an objection if a weight is computed from others (`weight_norm`), else ""."""
     own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     wanted = (name for slot in rule.slots(module, "") for name in slot.params)
     computed = next((name for name in wanted if name not in own), None)

@@ -1,4 +1,4 @@
-"""What the rules share."""
+"""Helpers that the rules share."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from outergrad.linalg.site_gradient import sampled
 
 
 class LinearProducts:
-    """What the rules of layers have in common whose products are all those of a linear layer."""
+    """Base of the rules of layers whose products are all those of a linear layer."""
 
     owns: tuple[str, ...] = ()
 
     def objection(self, module: Any) -> str | None:
-        """None, ever."""
+        """Returns None: there is no objection to any module."""
         return None
 
     def factors(self, module: nn.Module, slot: int, call: Call) -> Factors:
-        """Input and delta in delta's dtype, which is what autograd multiplies under autocast."""
+        """Returns input and delta in delta's dtype, which autograd multiplies under autocast."""
         d_GNO = rows_of(call.d, call.d.shape[-1])
         return Factors(d_GNO, rows_of(call.a, call.a.shape[-1]).to(d_GNO.dtype))
 
     def by_sample(self, module: nn.Module, slot: int, call: Call, samples: Samples) -> SampleRows:
-        """The same rows."""
+        """Returns the rows of `factors` with the index of each row's sample."""
         return sampled(self.factors(module, slot, call), samples)
 
 
@@ -43,15 +43,15 @@ def tapped_linear(
     samples: int | None = None,
     positions_first: bool = False,
 ) -> Tensor:
-    """`F.linear` through a tap; x of shape (..., I), the result (..., O).
+    """Computes `F.linear` through a tap.
 
     Args:
-        tap: of the layer.
-        x: the input.
+        tap: the layer's tap.
+        x: the input, (..., I); the result is (..., O).
         weight: (O, I).
         bias: (O,), or None.
         slot: index into `Rule.slots`.
-        samples: as for `TapFn`; None for the first dimension of x, where it is not one row.
+        samples: as for `TapFn`; None for the first dimension of x, or 1 if x is a single row.
         positions_first: as for `TapFn`.
     """
     flat_NI = x.reshape(-1, x.shape[-1])  # before the tap, whose output may not be a view
@@ -63,13 +63,13 @@ def tapped_linear(
 
 
 def matrix_slot(module: Any, name: str, weight: str = "weight", bias: str = "bias") -> Slot:
-    """The slot of a whole weight, and of its bias where there is one.
+    """Returns the slot of a whole weight, and of its bias if there is one.
 
     Args:
-        module: has them as attributes.
+        module: the module.
         name: full name of the module.
-        weight: name of the weight in the module.
-        bias: of the bias.
+        weight: attribute name of the weight.
+        bias: attribute name of the bias.
     """
     full_bias = None if getattr(module, bias, None) is None else join(name, bias)
     outputs, *inputs = getattr(module, weight).shape
@@ -77,12 +77,12 @@ def matrix_slot(module: Any, name: str, weight: str = "weight", bias: str = "bia
 
 
 def join(prefix: str, name: str) -> str:
-    """The full name of a child; the root module's name is empty."""
+    """Returns the full name of a child; the root module's name is empty."""
     return f"{prefix}.{name}" if prefix else name
 
 
 def detached(parameter: Tensor | None) -> Tensor | None:
-    """The same values without the graph: autograd then computes no weight gradient."""
+    """Returns a parameter without its graph, so that autograd computes no weight gradient."""
     return None if parameter is None else parameter.detach()
 
 
@@ -92,5 +92,5 @@ def rows_of(t_N_: Tensor, width: int) -> Tensor:
 
 
 def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The first argument of a forward, `input` by name."""
+    """Returns the first argument of a forward, also if it was passed as `input=`."""
     return args[0] if args else kwargs["input"]

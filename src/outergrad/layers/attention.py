@@ -20,7 +20,7 @@ from outergrad.layers._common import (
 )
 
 _PACKED = {"q": (0, 1), "k": (1, 2), "v": (2, 3), "kv": (1, 3), "qkv": (0, 3)}
-"""Thirds of the packed projection that each slot covers."""
+"""Range of the packed projection that each slot covers, in thirds."""
 
 
 class _Projection(NamedTuple):
@@ -31,16 +31,16 @@ class _Projection(NamedTuple):
 
 
 class MultiheadAttentionRule(LinearProducts):
-    """`nn.MultiheadAttention`: one slot per way of projecting, one for the output.
+    """`nn.MultiheadAttention`: one slot per combination of projections, and one for the output.
 
-    Inputs that are the same tensor are projected together, so that their rows travel once:
+    Inputs that are the same tensor are projected together, so that their rows are sent once:
     self-attention uses the slot "qkv", attention to a memory "q" and "kv".
     """
 
     owns: tuple[str, ...] = ("out_proj",)
 
     def slots(self, module: nn.MultiheadAttention, name: str) -> list[Slot]:
-        """q, k, v, then, where they share one weight, kv and qkv; last the output."""
+        """Returns q, k, v; if these share one weight, also kv and qkv; last the output."""
         packed = module.in_proj_weight is not None
         inner = [_in_slot(module, name, part) for part in (_PACKED if packed else "qkv")]
         last = matrix_slot(module.out_proj, join(name, "out_proj"))
@@ -59,7 +59,7 @@ class MultiheadAttentionRule(LinearProducts):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As the module's own forward; is_causal is a hint, the mask itself is what is used."""
+        """Computes the module's forward; is_causal is a hint, only attn_mask is applied."""
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal is a hint about attn_mask: pass the mask, too")
         q_BLE, k_BSE, v_BSE = _batch_first(module, *_project(module, tap, query, key, value))
@@ -67,8 +67,8 @@ class MultiheadAttentionRule(LinearProducts):
         k_BSE, v_BSE, mask = _append(module, k_BSE, v_BSE, mask)
         heads = (_heads(module, t) for t in (q_BLE, k_BSE, v_BSE))
         y_BHLD, weights_BHLS = _attend(module, *heads, mask=mask, need_weights=need_weights)
-        y_LBE = y_BHLD.permute(2, 0, 1, 3).flatten(2)  # the module's own layout in memory: a
-        # dropout that follows then draws the same numbers
+        # The module's own memory layout, so that a dropout that follows draws the same numbers.
+        y_LBE = y_BHLD.permute(2, 0, 1, 3).flatten(2)
         out = module.out_proj
         about = {"samples": y_LBE.shape[1], "positions_first": True}
         y = tapped_linear(tap, y_LBE, out.weight, out.bias, slot=-1, **about)
@@ -82,7 +82,7 @@ class MultiheadAttentionRule(LinearProducts):
     def rows(
         self, module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[int]:
-        """Positions of the inputs, in the slots that `forward` would use."""
+        """Returns the positions of the inputs for the slots that `forward` would use, else 0."""
         inputs = [*args[:3], *(kwargs[n] for n in ("query", "key", "value")[len(args) :])]
         rows = [0] * len(self.slots(module, ""))
         for part in _parts(module, *inputs):
@@ -104,7 +104,7 @@ def _in_slot(module: nn.MultiheadAttention, name: str, part: str) -> Slot:
 def _parts(
     module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
 ) -> list[_Projection]:
-    """The projections to compute; equal inputs of a packed weight together."""
+    """Returns the projections to compute; the same input of a packed weight is projected once."""
     inputs, packed = {"q": query, "k": key, "v": value}, module.in_proj_weight
     if packed is not None and key is value:
         inputs = {"qkv": query} if query is key else {"q": query, "kv": key}
@@ -120,7 +120,7 @@ def _parts(
 def _project(
     module: nn.MultiheadAttention, tap: TapFn, query: Tensor, key: Tensor, value: Tensor
 ) -> list[Tensor]:
-    """q, k and v, each (..., E)."""
+    """Returns q, k and v, each (..., E)."""
     parts, last = _parts(module, query, key, value), not module.batch_first
     samples = query.shape[int(last)] if query.dim() == 3 else 1
     about = {"samples": samples, "positions_first": last}
@@ -131,14 +131,14 @@ def _project(
 
 
 def _batch_first(module: nn.MultiheadAttention, *tensors: Tensor) -> list[Tensor]:
-    """(B, L, E) from the layouts that the module accepts; B = 1 for unbatched inputs."""
+    """Returns (B, L, E) from the layouts that the module accepts; B = 1 for unbatched inputs."""
     if tensors[0].dim() == 2:
         return [t.unsqueeze(0) for t in tensors]
     return [t if module.batch_first else t.transpose(0, 1) for t in tensors]
 
 
 def _heads(module: nn.MultiheadAttention, t_BLE: Tensor) -> Tensor:
-    """(B, heads, L, E / heads)."""
+    """Returns (B, heads, L, E / heads)."""
     return t_BLE.unflatten(2, (module.num_heads, -1)).transpose(1, 2)
 
 
@@ -149,7 +149,7 @@ def _mask(
     attn_mask: Tensor | None,
     key_padding_mask: Tensor | None,
 ) -> Tensor | None:
-    """What is added to the scores, broadcastable to (B, heads, L, S), or None."""
+    """Returns the additive mask of the scores, broadcastable to (B, heads, L, S), or None."""
     (batch, targets), sources = q_BLE.shape[:2], k_BSE.shape[1]
     total = None
     if attn_mask is not None:
@@ -165,7 +165,7 @@ def _mask(
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """True in a boolean mask means "do not look here"."""
+    """Returns an additive mask; True in a boolean one excludes a position."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
@@ -174,7 +174,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def _append(
     module: nn.MultiheadAttention, k_BSE: Tensor, v_BSE: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys and values with the learnt and the zero position that some modules add."""
+    """Appends the learnt (bias_k, bias_v) and the zero position that some modules have."""
     batch, _, width = k_BSE.shape
     zero = k_BSE.new_zeros(1, 1, width)
     extra = [(k, v) for k, v in [(module.bias_k, module.bias_v)] if k is not None and v is not None]
@@ -195,7 +195,7 @@ def _attend(
     mask: Tensor | None,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention over the heads, with its weights (after dropout, as the module's) if asked."""
+    """Returns the attention's output and, if needed, its weights (after dropout, as the module)."""
     dropout = module.dropout if module.training else 0.0
     if not need_weights:
         return F.scaled_dot_product_attention(q_BHLD, k_BHSD, v_BHSD, mask, dropout), None

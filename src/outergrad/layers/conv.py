@@ -1,4 +1,4 @@
-"""Convolutions: a linear layer over the patches of the padded input, per group."""
+"""Convolutions as a linear layer over the patches of the padded input, per group."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class ConvRule:
     relies_on: tuple[str, ...] = ("forward", "_conv_forward")
 
     def objection(self, module: nn.Module) -> str | None:
-        """None, ever."""
+        """Returns None: there is no objection to any module."""
         return None
 
     def slots(self, module: Conv, name: str) -> list[Slot]:
-        """One: I is a patch (channels of a group x kernel), O the output channels of a group."""
+        """Returns one slot; I is channels of a group x kernel, O the output channels of a group."""
         outputs, cut = module.out_channels // module.groups, math.prod(module.kernel_size) > 1
         whole = matrix_slot(module, name)
         return [replace(whole, outputs=outputs, groups=module.groups, patches=cut)]
 
     def forward(self, module: Conv, tap: TapFn, input: Tensor) -> Tensor:
-        """As the module's own; only the input is kept, patches are cut in backward."""
+        """Computes the module's forward; saves only the input, patches are cut in backward."""
         batched = input.dim() == module.weight.dim()
         batch = input if batched else input.unsqueeze(0)
         y = module._conv_forward(batch, module.weight.detach(), detached(module.bias))
@@ -44,20 +44,20 @@ class ConvRule:
         return tapped if batched else tapped.squeeze(0)
 
     def rows(self, module: Conv, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-        """Batch x output positions."""
+        """Returns batch x output positions."""
         x = input_of(args, kwargs)
         batch = x.shape[0] if x.dim() == module.weight.dim() else 1
         return [batch * math.prod(_output_size(module, x))]
 
     def factors(self, module: Conv, slot: int, call: Call) -> Factors:
-        """Patches (G, N, I) and deltas (G, N, O) with N = batch x positions."""
+        """Returns patches (G, N, I) and deltas (G, N, O) with N = batch x positions."""
         d_GNO = (
             call.d.unflatten(1, (module.groups, -1)).flatten(3).permute(1, 0, 3, 2).flatten(1, 2)
         )
         return Factors(d_GNO, _patches(module, call.a.to(call.d.dtype)))
 
     def by_sample(self, module: Conv, slot: int, call: Call, samples: Samples) -> SampleRows:
-        """The same rows."""
+        """Returns the rows of `factors` with the index of each row's sample."""
         return sampled(self.factors(module, slot, call), samples)
 
 
@@ -73,12 +73,12 @@ def _output_size(module: Conv, x: Tensor) -> list[int]:
 
 
 def _windows(module: Conv) -> list[tuple[int, int, int]]:
-    """The size of the kernel, the stride and the dilation of every dimension."""
+    """Returns kernel size, stride and dilation of every dimension."""
     return list(zip(module.kernel_size, module.stride, module.dilation, strict=True))
 
 
 def _patches(module: Conv, x: Tensor) -> Tensor:
-    """(G, batch * positions, channels of a group * kernel) from a batched input."""
+    """Returns (G, batch * positions, channels of a group * kernel) from a batched input."""
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     cut = F.pad(x, list(module._reversed_padding_repeated_twice), mode=mode)
     for i, (size, stride, dilation) in enumerate(_windows(module)):

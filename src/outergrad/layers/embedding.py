@@ -1,4 +1,4 @@
-"""Embeddings: the gradient of a table is its looked-up ids and the delta rows of each."""
+"""Embeddings: the factors of a table's gradient are the looked-up ids and their summed deltas."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SPARSE_REFUSED = "sparse=True is not supported; set sparse=False"
 
 
 class EmbeddingRule:
-    """`nn.Embedding`; distinct ids travel with the sum of their deltas."""
+    """`nn.Embedding`; each distinct id is sent with the sum of its deltas."""
 
     owns: tuple[str, ...] = ()
     traceable: bool = True
 
     def objection(self, module: nn.Embedding) -> str | None:
-        """Frequencies of a batch would have to be those of all sites.
+        """Returns an objection to scale_grad_by_freq, which would need the ids of all sites.
 
         Raises:
             ValueError: for max_norm, which rewrites the table from each site's own batch, and for
@@ -44,14 +44,14 @@ class EmbeddingRule:
         return "scale_grad_by_freq" if module.scale_grad_by_freq else None
 
     def slots(self, module: nn.Embedding, name: str) -> list[Slot]:
-        """One lookup: O is the width of the table, I its number of rows."""
+        """Returns one lookup slot; O is the width of the table, I its number of rows."""
         inputs, outputs = module.weight.shape
         return [Slot(name, join(name, "weight"), outputs, inputs, lookup=True)]
 
     def forward(self, module: nn.Embedding, tap: TapFn, input: Tensor) -> Tensor:
-        """As `nn.Embedding`."""
+        """Computes the module's forward through a tap."""
         y = F.embedding(input, module.weight.detach(), module.padding_idx)
-        if torch.compiler.is_dynamo_compiling():  # there are no values yet that could be counted
+        if torch.compiler.is_dynamo_compiling():  # ids are counted when the graph runs
             return tap(y, input)
         samples = input.shape[0] if input.dim() else 1
         return tap(y, input, rows=_distinct(module, input), samples=samples)
@@ -59,11 +59,11 @@ class EmbeddingRule:
     def rows(
         self, module: nn.Embedding, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[int]:
-        """Distinct ids."""
+        """Returns the number of distinct ids that have a gradient."""
         return [_distinct(module, input_of(args, kwargs))]
 
     def factors(self, module: nn.Embedding, slot: int, call: Call) -> Factors:
-        """Distinct ids (R,) and their summed deltas (1, R, O)."""
+        """Returns distinct ids (R,) and their summed deltas (1, R, O)."""
         ids_N, d_NO = _looked_up(call)
         if module.padding_idx is not None:
             seen = ids_N != module.padding_idx
@@ -74,7 +74,7 @@ class EmbeddingRule:
     def by_sample(
         self, module: nn.Embedding, slot: int, call: Call, samples: Samples
     ) -> SampleRows:
-        """Every id that was looked up, with its own delta: equal ids are not added up."""
+        """Returns every looked-up id with its own delta; equal ids are not summed."""
         ids_N, d_NO = _looked_up(call)
         samples_N = sample_of_rows(samples, len(ids_N), ids_N.device)
         if module.padding_idx is not None:
@@ -84,11 +84,11 @@ class EmbeddingRule:
 
 
 def _looked_up(call: Call) -> tuple[Tensor, Tensor]:
-    """Ids (N,) and deltas (N, O)."""
+    """Returns ids (N,) and deltas (N, O)."""
     return call.a.flatten(), call.d.reshape(-1, call.d.shape[-1])
 
 
 def _distinct(module: nn.Embedding, ids: Tensor) -> int:
-    """Number of distinct ids that have a gradient: what will travel, known before delta is."""
+    """Returns the number of rows to be sent, known before the delta: distinct ids, not padding."""
     distinct = torch.unique(ids)
     return len(distinct) - int(module.padding_idx is not None and module.padding_idx in distinct)

@@ -22,17 +22,17 @@ class LinearRule(LinearProducts):
     traceable: bool = True
 
     def objection(self, module: nn.Linear) -> str | None:
-        """Without inputs there is nothing to flatten."""
+        """Returns an objection to a layer without inputs, which has no rows to flatten."""
         return None if module.in_features else "it has no inputs"
 
     def slots(self, module: nn.Linear, name: str) -> list[Slot]:
-        """One: the whole weight."""
+        """Returns one slot, the whole weight."""
         return [matrix_slot(module, name)]
 
     def forward(self, module: nn.Linear, tap: TapFn, input: Tensor) -> Tensor:
-        """As `nn.Linear`."""
+        """Computes the module's forward through a tap."""
         return tapped_linear(tap, input, module.weight, module.bias)
 
     def rows(self, module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-        """All positions of the input."""
+        """Returns the number of positions of the input."""
         return [input_of(args, kwargs).numel() // max(module.in_features, 1)]

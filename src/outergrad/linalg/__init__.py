@@ -1,1 +1,1 @@
-"""Tensor mathematics alone: nothing here knows modules or communication."""
+"""Tensor mathematics alone, independent of modules and communication."""

@@ -1,4 +1,4 @@
-"""Canonical factors: a function of the product alone, so that they show no more than it does."""
+"""Canonical factors: functions of the gradient alone, which reveal nothing beyond it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outergrad.core.types import Factors
 from outergrad.linalg.probe import gaussian_probe
 
 _RANK_TOLERANCE = 1e-10
-"""Columns of the sketch below this share of the largest are rounding noise of float64."""
+"""Relative size below which columns of the sketch are rounding noise of float64."""
 
 
 def canonical(factors: Factors, rows: int, *, bias: bool) -> Factors:
@@ -23,7 +23,7 @@ def canonical(factors: Factors, rows: int, *, bias: bool) -> Factors:
     Args:
         factors: d_GNO and a_GNI, any floating dtype.
         rows: R >= min(N, O, I) for exactness; columns beyond the rank are zero.
-        bias: whether to give the bias gradient, too.
+        bias: whether to return the bias gradient, too.
 
     Returns:
         d_GRO, a_GRI and, with bias, b_GO, in float64: they are rounded once, on the wire.
@@ -41,7 +41,7 @@ def _orthogonal_times_rest(u_GNU: Tensor, v_GNV: Tensor, rows: int) -> tuple[Ten
     probe_VR = gaussian_probe(v_GNV.shape[2], rows, v_GNV.device)
     q_GUR, r_GRR = torch.linalg.qr(u_GNU.mT @ (v_GNV @ probe_VR))
     size_GR = r_GRR.diagonal(dim1=-2, dim2=-1)
-    # "not small" rather than "large": NaN must come through.
+    # "not small" rather than "large", so that NaN is kept.
     keep_GR = ~(size_GR.abs() <= _RANK_TOLERANCE * size_GR.abs().amax(dim=-1, keepdim=True))
     # The sign of r's diagonal is LAPACK's choice; fixing it makes the factors unique.
     p_GUR = q_GUR * (keep_GR * size_GR.sign()).unsqueeze(-2)

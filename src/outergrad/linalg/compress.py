@@ -1,4 +1,4 @@
-"""The one door to the solvers: checks, and picks the one for the shape."""
+"""The common entry point to the solvers: checks arguments and picks a solver by shape."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from outergrad.linalg.subspace import (
 Solver = Literal["auto", "small_core", "subspace_iteration", "power_iteration"]
 
 SMALL_CORE = 32
-"""Cores up to this width cost less than the launch of the operations of several iterations."""
+"""Width of cores up to which their decomposition costs less than launching the operations of
+several iterations."""
 
 CORE_PER_COLUMN = 1.0
-"""Wider ones cost as much as the iterations at this many times their columns (one CPU thread,
+"""Core width per iterated column above which iterations are faster (one CPU thread,
 `benchmarks/solvers.py`)."""
 
 
@@ -38,25 +39,26 @@ def compress(
     q_GIR: Tensor | None = None,
     plus: Factors | None = None,
 ) -> LowRank:
-    """The leading singular triplets of a weight gradient, from its factors.
+    """Computes the leading singular triplets of a weight gradient, from its factors.
 
-    The rank that comes back is the smallest that meets the tolerance, at most `rank`, at most
-    the numerical rank: none for a zero gradient. All groups share it, and the tolerance is
-    theirs together. A factor that is not finite makes its group's gradient NaN throughout.
+    The returned rank is the smallest that meets the tolerance, at most `rank` and at most the
+    numerical rank: 0 for a zero gradient. All groups share it, and the tolerance applies to them
+    together. A factor that is not finite makes its group's gradient NaN throughout.
 
     Args:
-        gradient: d_GNO and a_GNI, any floating dtype; N may be zero. b_GO does not matter. Or
-            the gradient itself, (G, O, I).
+        gradient: d_GNO and a_GNI, any floating dtype; N may be zero. b_GO is ignored. Or the
+            gradient itself, (G, O, I).
         rank: largest R, at least 1.
         tolerance: largest relative Frobenius error, in [0, 1); 0 keeps `rank` triplets.
-        solver: the name of a function of this package, or "auto" for `choose_solver`'s.
+        solver: the name of a function of this package, or "auto" for the one that `choose_solver`
+            returns.
         iterations: of the iterative solvers, at least 1; None for their own defaults.
-        q_GIR: warm start, `a_GRI.mT` of an earlier result, of a few more than `rank` columns if
-            one iteration is to be enough; only `subspace_iteration` needs one.
-        plus: few more rows, whose outer product is added to the gradient.
+        q_GIR: warm start, `a_GRI.mT` of an earlier result, with a few columns more than `rank` if
+            one iteration is to suffice; only `subspace_iteration` uses it.
+        plus: a few more rows, whose outer product is added to the gradient.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of its range.
     """
     _check(rank, tolerance, iterations)
     sweeps = iterations or (SUBSPACE_ITERATIONS if q_GIR is None else WARM_ITERATIONS)
@@ -81,7 +83,7 @@ def compress(
 
 
 def choose_solver(rows: int, inputs: int, outputs: int, rank: int, iterations: int) -> Solver:
-    """The faster of the two block solvers, judged by shape; the exact one where they are even.
+    """Returns the faster of the two block solvers for a shape; the exact one where they are equal.
 
     A core of width C = min(N, I, O) costs O(C N (I + O)), and T iterations on K columns cost
     O(T K N (I + O)): the core wins while C is below some multiple of T K. Power iterations, one

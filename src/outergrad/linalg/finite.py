@@ -1,4 +1,4 @@
-"""Whether there are NaN or infinities in a tensor."""
+"""Test for NaN and infinities in a tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def is_finite(t: Tensor) -> bool:
-    """Whether all elements are finite; one pass, as long as their sum is, too."""
+    """True if all elements are finite; takes one pass if their sum is finite, too."""
     if not t.is_floating_point():
         return True
     dtype = torch.promote_types(t.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""From the factors of slots to the gradients of parameters."""
+"""Gradients of parameters, computed from the payloads of slots."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def add_gradients(
 
 
 def as_gradient(arrived: Arrived) -> Gradient:
-    """The same with no entry left out."""
+    """Expands sparse entries to a tensor; returns other gradients unchanged."""
     return as_tensor(arrived) if isinstance(arrived, Entries) else arrived
 
 
 def as_tensor(arrived: Arrived) -> Tensor:
-    """The gradient itself, (G, O, I)."""
+    """Returns the gradient as a tensor, (G, O, I)."""
     if isinstance(arrived, Factors):
         return product_of(arrived)
     if isinstance(arrived, Tensor):
@@ -63,7 +63,7 @@ def as_tensor(arrived: Arrived) -> Tensor:
 
 
 def _sum_of(parts: Sequence[Arrived], numel: int, scale: float) -> Tensor:
-    """`scale *` the sum of formed or sparse gradients of so many elements, 1-D, in their order."""
+    """`scale *` the sum of formed or sparse gradients of `numel` elements, 1-D."""
     first = parts[0].values_K if isinstance(parts[0], Entries) else as_tensor(parts[0])
     whole = widened(first[:0]).new_zeros(numel)
     for part in parts:
@@ -79,7 +79,7 @@ def scaled(gradient: Tensor, scale: float) -> Tensor: ...
 @overload
 def scaled(gradient: Gradient, scale: float) -> Gradient: ...
 def scaled(gradient: Gradient, scale: float) -> Gradient:
-    """So many times a gradient; scale 0 gives zeros, also of the NaN of a mean over nothing."""
+    """Multiplies a gradient; scale 0 gives zeros, also for the NaN of a mean over nothing."""
     if scale == 1.0:
         return gradient
     if isinstance(gradient, Tensor):
@@ -104,7 +104,7 @@ def add_rows(
     value: Tensor,
     p: Tensor,
 ) -> None:
-    """Adds to a part of a parameter's gradient, None for all of it, without a copy if it can."""
+    """Adds to a row range of a parameter's gradient, None for all of it; copies only if it must."""
     whole = rows is None or rows == (0, p.shape[0])
     if whole and name not in gradients:
         gradients[name] = value.view(p.shape)
@@ -116,7 +116,7 @@ def add_rows(
 
 
 def summed(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """By name, in the order of the parts: so every site rounds alike."""
+    """Sums gradients by name, in the order of the parts, so that every site rounds alike."""
     total: dict[str, Tensor] = {}
     for part in parts:
         for name, gradient in part.items():
@@ -131,12 +131,12 @@ def vjp(
     *,
     create_graph: bool = False,
 ) -> list[Tensor | None]:
-    """Gradients of the inputs from the deltas of the outputs.
+    """Vector-Jacobian product: gradients of the inputs from the deltas of the outputs.
 
     Args:
-        outputs: those without a graph have no part in it.
-        inputs: those that require no gradient have none.
-        deltas: of each output; None for none.
+        outputs: those without a graph are ignored.
+        inputs: those that require no gradient get None.
+        deltas: of each output; None where it has none.
         create_graph: see `torch.autograd.grad`.
     """
     pairs = [(y, d) for y, d in zip(outputs, deltas, strict=True) if y.requires_grad]

@@ -1,4 +1,4 @@
-"""Inner products of gradients, formed or not: norms, errors and angles come of them."""
+"""Inner products of gradients, formed or factored, from which norms, errors and angles follow."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from outergrad.core.types import Factors, Gradient
 from outergrad.linalg.outer import formed, stack, widened
 
 _FEW = 256
-"""Rows of which Gram matrices are no work beside the layer's own."""
+"""Number of rows up to which Gram matrices cost little beside the layer's own work."""
 
 
 def inner(x: Gradient, y: Gradient) -> float:
-    """The Frobenius inner product of two gradients of one shape, all groups together.
+    """Frobenius inner product of two gradients of one shape, all groups together.
 
     `<dᵀ a, eᵀ b> = sum((d eᵀ) * (a bᵀ))`, and `<dᵀ a, Y> = sum((d Y) * a)`: no product of factors
-    need be formed. Sums are made in the dtype of the factors, float32 at least: relative to the
-    norms of both, the result is exact to about 1e-6.
+    need be formed. Sums use the dtype of the factors, at least float32: relative to the norms of
+    both, the result is exact to about 1e-6.
 
     Args:
-        x: d_GRO and a_GRI, or ids as activations, or the gradient itself, (G, O, I); of ids it is
-            the table, (1, I, O).
+        x: d_GRO and a_GRI, or ids as activations, or the gradient itself, (G, O, I); with ids
+            the gradient itself is the table's, (1, I, O).
         y: likewise.
     """
     dtype = reduce(torch.promote_types, (*_dtypes(x), *_dtypes(y)), torch.float32)
@@ -43,19 +43,18 @@ def inner(x: Gradient, y: Gradient) -> float:
 
 
 def _dtypes(gradient: Gradient) -> list[torch.dtype]:
-    """Of its numbers; ids are none."""
     tensors = [gradient] if isinstance(gradient, Tensor) else gradient[:2]
     return [t.dtype for t in tensors if t.is_floating_point()]
 
 
 def _is_long(factors: Factors) -> bool:
-    """Whether a Gram matrix costs more than the product."""
+    """True if a Gram matrix costs more than the product."""
     rows, outputs, inputs = *factors.d_GRO.shape[1:], factors.a_GRI.shape[2]
     return rows > _FEW and rows * (inputs + outputs) > inputs * outputs
 
 
 def _of_ids(x: Factors, y: Gradient) -> float:
-    """Of rows of a table; ids occur once each."""
+    """Inner product of gradients of an embedding's table; ids are distinct within each."""
     d_RO = widened(x.d_GRO[0])
     if isinstance(y, Tensor):
         return (d_RO * widened(y)[0, x.a_GRI]).sum().item()

@@ -1,4 +1,4 @@
-"""The leading singular values of a gradient, for little work, and its effective rank."""
+"""Leading singular values of a gradient, estimated cheaply, and the effective rank."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _COLD_ITERATIONS = 3
 def leading_values(
     formed_GOI: Tensor, count: int, q_GIK: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Singular values, falling, (G, count), and directions to begin with next time.
+    """Returns estimated singular values, falling, (G, count), and directions for the next call.
 
-    One iteration from where the last time ended: from below, and within some percent where the
-    gradients are some steps of a training apart. All of them where there are few.
+    One iteration from the directions of the previous call: from below, and within some percent if
+    the gradients are a few training steps apart. Small matrices give all values.
 
     Args:
         formed_GOI: the gradient.
-        count: how many are wanted, at most.
-        q_GIK: what came back the last time, None at the first.
+        count: largest number of values.
+        q_GIK: the directions that the previous call returned, None at the first.
     """
     columns = min(count + OVERSAMPLING, *formed_GOI.shape[1:])
     gradient = unscaled(formed_GOI)
@@ -43,12 +43,12 @@ def leading_values(
 def values_of_rows(deltas_GRR: Tensor, activations_GRR: Tensor, most: int) -> Tensor:
     """All singular values of `dᵀ a`, falling, (G, at most `most`), from the Gram matrices of rows.
 
-    `sqrt(eig(Lᵀ K L))` of K = d dᵀ and L Lᵀ = a aᵀ: exact to about 1e-3 of the largest.
+    `sqrt(eig(Lᵀ K L))` with K = d dᵀ and L Lᵀ = a aᵀ: exact to about 1e-3 of the largest.
 
     Args:
         deltas_GRR: d dᵀ.
         activations_GRR: a aᵀ.
-        most: as many as there can be.
+        most: largest possible rank.
     """
     deltas_GRR, activations_GRR = deltas_GRR.double(), activations_GRR.double()
     most = min(most, deltas_GRR.shape[1])
@@ -63,8 +63,8 @@ def values_of_rows(deltas_GRR: Tensor, activations_GRR: Tensor, most: int) -> Te
 def effective_rank(sigma_GR: Tensor) -> Tensor:
     """The exponential of the entropy of singular values that are scaled to sum to one.
 
-    Between 1, one direction, and R, all alike; 0 for a zero gradient. Source: Roy and Vetterli,
-    "The effective rank: a measure of effective dimensionality", 2007.
+    Ranges from 1, one direction, to R, all values equal; 0 for a zero gradient. Source: Roy and
+    Vetterli, "The effective rank: a measure of effective dimensionality", 2007.
 
     Args:
         sigma_GR: singular values along the last dimension.

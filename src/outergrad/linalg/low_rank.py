@@ -1,4 +1,4 @@
-"""What every solver returns: a truncated singular value decomposition, its rank and its error."""
+"""Result of every solver: a truncated singular value decomposition with its rank and its error."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch.nn.functional import pad
 from outergrad.core.types import Factors
 
 _NOISE = 32
-"""Singular values below this many roundings of the largest are zero: products of up to some ten
-thousand terms leave 2 to 10 roundings in the place of a zero."""
+"""Number of roundings of the largest singular value below which others count as zero.
+Products of up to some ten thousand terms leave 2 to 10 roundings in the place of a zero."""
 
 
 @dataclass(frozen=True)
 class LowRank:
     """The leading singular triplets of a weight gradient, `dW_GOI ~= d_GROᵀ a_GRI`.
 
-    All groups have the same number of rows, R, as they travel in one tensor.
+    All groups have the same number of rows, R, because they are sent in one tensor.
 
     Attributes:
         d_GRO: left singular vectors times singular values, float32 or float64.
         a_GRI: right singular vectors, orthonormal rows; `a_GRI.mT` is a warm start for
             `subspace_iteration`.
         sigma_GR: singular values, falling, float64.
-        discarded_G: squared Frobenius norm of what is missing, float64, in squares of `unit`, None
-            where the solver was not told a tolerance and would have had to compute it besides.
-        unit: 1, or of float64 numbers whose squares are out of range about the largest of them.
+        discarded_G: squared Frobenius norm of the discarded part, float64, in squares of `unit`.
+            None where no tolerance was given and it would have cost extra work.
+        unit: 1; for float64 numbers whose squares are out of range, about the largest of them.
     """
 
     d_GRO: Tensor
@@ -39,26 +39,26 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """R."""
+        """Number of triplets, R."""
         return self.sigma_GR.shape[1]
 
     @property
     def energy(self) -> Tensor | None:
-        """Squared Frobenius norm of the whole, (G,), in squares of `unit`, None if not known."""
+        """Squared Frobenius norm of the gradient, (G,), in squares of `unit`; None if unknown."""
         if self.discarded_G is None:
             return None
         return (self.sigma_GR / self.unit).square().sum(dim=1) + self.discarded_G
 
     @property
     def relative_error(self) -> float | None:
-        """Frobenius norm of what is missing, relative to the whole; 0 for a zero gradient."""
+        """Frobenius norm of the discarded part, relative to the whole; 0 for a zero gradient."""
         if self.discarded_G is None or self.energy is None:
             return None
         energy = self.energy.sum()
         return (self.discarded_G.sum() / torch.where(energy == 0, 1.0, energy)).sqrt().item()
 
     def rank_within(self, tolerance: float) -> int:
-        """The smallest rank with a relative error of at most the tolerance, at most R.
+        """Returns the smallest rank with a relative error of at most the tolerance, at most R.
 
         Args:
             tolerance: in [0, 1); `discarded_G` must be known.
@@ -68,7 +68,7 @@ class LowRank:
         return min(self.rank, _rank_within(tolerance, discarded_K))
 
     def leading(self, rank: int) -> LowRank:
-        """The first triplets, all of them if there are no more."""
+        """Returns the first `rank` triplets, or all of them if there are no more."""
         rest_GR = self.sigma_GR[:, rank:]
         discarded_G = self.discarded_G
         if discarded_G is not None:
@@ -77,16 +77,16 @@ class LowRank:
         return LowRank(*kept, discarded_G, self.unit)
 
     def rest(self, rank: int) -> LowRank:
-        """The triplets after the first ones."""
+        """Returns the triplets behind the first `rank`."""
         others = self.d_GRO[:, rank:], self.a_GRI[:, rank:], self.sigma_GR[:, rank:]
         return LowRank(*others, self.discarded_G, self.unit)
 
     def factors(self, rows: int | None = None, b_GO: Tensor | None = None) -> Factors:
-        """The rows for the wire, with rows of zeros up to `rows`.
+        """Returns the triplets as rows for the wire, padded with rows of zeros up to `rows`.
 
         Args:
             rows: R or more, None for R.
-            b_GO: the bias gradient, if the layer has one: it is not in these rows.
+            b_GO: the bias gradient, if the layer has one; it is not contained in the rows.
         """
         if rows is None or rows == self.rank:
             return Factors(self.d_GRO, self.a_GRI, b_GO)
@@ -110,8 +110,8 @@ def truncate(
         u_GOK: left singular vectors.
         sigma_GK: singular values without the scale, falling.
         v_GIK: right singular vectors.
-        scale_G: what to multiply the singular values by; NaN makes the whole group NaN.
-        rest_G: squared norm of what the K triplets do not hold, with the scale, in squares of the
+        scale_G: factor of the singular values; NaN makes the whole group NaN.
+        rest_G: squared norm of the part outside the K triplets, with the scale, in squares of the
             unit; None if unknown.
         rank: largest R.
         tolerance: largest relative Frobenius error, of all groups together.
@@ -122,7 +122,7 @@ def truncate(
     discarded_GK = None if rest_G is None else _discarded(sigma_GK / unit, rest_G)
     if discarded_GK is not None:
         keep = min(keep, _rank_within(tolerance, discarded_GK.sum(dim=0)))
-    keep = max(keep, int(scale_G.isnan().any()))  # what is not finite must be seen
+    keep = max(keep, int(scale_G.isnan().any()))  # NaN must not be cut off
     sigma_GR = sigma_GK[:, :keep]
     return LowRank(
         d_GRO=_times(u_GOK[..., :keep], sigma_GR).mT,
@@ -142,7 +142,7 @@ def _times(u_GOR: Tensor, sigma_GR: Tensor) -> Tensor:
 
 
 def is_noise(sigma: Tensor, largest: Tensor) -> Tensor:
-    """Whether singular values are nothing but rounding."""
+    """True for singular values that are nothing but rounding."""
     return sigma <= _NOISE * torch.finfo(sigma.dtype).eps * largest
 
 

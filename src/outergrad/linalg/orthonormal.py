@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def orthonormal(y_GWK: Tensor) -> Tensor:
-    """Orthonormal columns that span those of y, W >= K, also where these are dependent.
+    """Returns orthonormal columns that span those of y, W >= K, also if these are dependent.
 
     On a CPU, LAPACK's Householder QR of a thin matrix is the fastest; on other devices its many
     small steps are slow.
@@ -19,10 +19,10 @@ def orthonormal(y_GWK: Tensor) -> Tensor:
 
 
 def principal(y_GWK: Tensor) -> tuple[Tensor, Tensor]:
-    """Left singular vectors (G, W, K) of y, W >= K, and its singular values (G, K), falling.
+    """Returns left singular vectors (G, W, K) of y, W >= K, and its falling singular values (G, K).
 
-    Rounding a column costs an error relative to that column: so what is to be rounded should not
-    have its large parts spread over all columns. NaN stays NaN.
+    Rounding a column costs an error relative to that column. So a matrix that will be rounded
+    should not have its large parts spread over all columns. NaN stays NaN.
     """
     q_GWK, r_GKK = torch.linalg.qr(y_GWK)
     if not bool(r_GKK.isfinite().all()):
@@ -32,11 +32,11 @@ def principal(y_GWK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cholesky_qr2(y_GWK: Tensor) -> Tensor:
-    """The same by two matrix products and two tiny factorisations.
+    """Orthonormal columns by CholeskyQR2: two matrix products and two tiny factorisations.
 
     As orthogonal as Householder's QR while the condition number of y is below about 1e3 in
-    float32 (Yamamoto, Nakatsukasa, Yanagisawa and Fukaya, 2015). Where it is not, the first pass
-    shows it, and Householder's method takes over.
+    float32 (Yamamoto, Nakatsukasa, Yanagisawa and Fukaya, 2015). The first pass shows if it is
+    larger; then Householder's method is used instead.
 
     Args:
         y_GWK: float32 or float64, finite.
@@ -49,14 +49,14 @@ def cholesky_qr2(y_GWK: Tensor) -> Tensor:
 
 
 def _householder(y_GWK: Tensor) -> Tensor:
-    """With the signs that Cholesky's factor gives: sites of any device have the same columns."""
+    """QR with the signs of Cholesky's factor, so that sites on any device get the same columns."""
     q_GWK, r_GKK = torch.linalg.qr(y_GWK)
     downwards_GK = r_GKK.diagonal(dim1=-2, dim2=-1) < 0
     return torch.where(downwards_GK[:, None], -q_GWK, q_GWK)
 
 
 def _cholesky_qr(y_GWK: Tensor) -> tuple[Tensor, Tensor]:
-    """`y L⁻ᵀ` for the Cholesky factor L of `yᵀ y`, and per group whether there is one."""
+    """`y L⁻ᵀ` for the Cholesky factor L of `yᵀ y`, and per group True if L exists."""
     lower_GKK, failed_G = torch.linalg.cholesky_ex(y_GWK.mT @ y_GWK)
     return _divide(y_GWK, lower_GKK), failed_G == 0
 
@@ -66,6 +66,6 @@ def _divide(y_GWK: Tensor, lower_GKK: Tensor) -> Tensor:
 
 
 def _nearly_identity(gram_GKK: Tensor) -> Tensor:
-    """Whether a second pass reaches full precision: within the paper's 5 / 64; NaN is not."""
+    """True if a second pass reaches full precision: within the paper's 5 / 64; False for NaN."""
     identity_KK = torch.eye(gram_GKK.shape[-1], dtype=gram_GKK.dtype, device=gram_GKK.device)
     return torch.linalg.matrix_norm(gram_GKK - identity_KK) < 0.05

@@ -1,4 +1,4 @@
-"""Sums of outer products: from factors back to gradients."""
+"""Sums of outer products: gradients from factors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from outergrad.core.types import Factors, Gradient, Slot
 
 _SMALL = 1 << 14
-"""Products of at most this many elements are summed in float64, which costs them nothing: a
+"""Number of elements up to which products are summed in float64, which costs them nothing: a
 plain loop over many rows in float32 would be less exact than the layer's own backward."""
 
 
@@ -26,7 +26,7 @@ def stack(parts: Sequence[Factors]) -> Factors:
 
 
 def together(gradients: Sequence[Gradient]) -> Gradient:
-    """Several gradients as one, their groups behind each other, padded with zeros to one shape."""
+    """Concatenates gradients along the groups, padded with zeros to one shape."""
     formed_GOI = [g for g in gradients if isinstance(g, Tensor)]
     if formed_GOI:
         return padded(formed_GOI)
@@ -35,27 +35,27 @@ def together(gradients: Sequence[Gradient]) -> Gradient:
 
 
 def apart(factors: Factors, slots: Sequence[Slot]) -> list[Factors]:
-    """Those of several slots, as views, from the groups of all behind each other."""
+    """The inverse of `together` for factors: views of each slot's factors."""
     groups = [slot.groups for slot in slots]
     triples = zip(slots, factors.d_GRO.split(groups), factors.a_GRI.split(groups), strict=True)
     return [Factors(d[..., : slot.outputs], a[..., : slot.inputs]) for slot, d, a in triples]
 
 
 def matrices_apart(whole_GOI: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
-    """The same of matrices."""
+    """The inverse of `together` for formed gradients: views of each slot's matrix."""
     parts = whole_GOI.split([slot.groups for slot in slots])
     pairs = zip(slots, parts, strict=True)
     return [part[:, : slot.outputs, : slot.inputs] for slot, part in pairs]
 
 
 def padded(parts: Sequence[Tensor], width: int = 0) -> Tensor:
-    """Behind each other along the first dimension, with zeros up to the largest of the others.
+    """Concatenates tensors along the first dimension, with zeros up to the largest of the others.
 
-    A single one that is large enough is returned as it is.
+    A single tensor that is wide enough is returned unchanged, without a copy.
 
     Args:
-        parts: of three dimensions.
-        width: what the last dimension is to be at least.
+        parts: tensors of three dimensions.
+        width: least size of the last dimension.
     """
     first = parts[0]
     if len(parts) == 1 and first.shape[2] >= width:
@@ -70,14 +70,14 @@ def padded(parts: Sequence[Tensor], width: int = 0) -> Tensor:
 
 
 def added(gradient: Gradient, plus: Factors) -> Gradient:
-    """The sum of a gradient and of an outer product, in float32 at least."""
+    """Adds an outer product to a gradient, in at least float32."""
     if isinstance(gradient, Tensor):
         return torch.baddbmm(widened(gradient), widened(plus.d_GRO).mT, widened(plus.a_GRI))
     return stack([Factors(widened(d), widened(a)) for d, a, _ in (gradient, plus)])
 
 
 def formed(gradient: Gradient, plus: Gradient | None = None) -> Tensor:
-    """A gradient as a matrix of its own, (G, O, I), in float32 at least, with another added."""
+    """Returns a gradient as a new matrix, (G, O, I), in at least float32, plus another gradient."""
     if isinstance(gradient, Factors):
         whole_GOI = widened(product_of(gradient))
     else:
@@ -88,29 +88,29 @@ def formed(gradient: Gradient, plus: Gradient | None = None) -> Tensor:
 
 
 def product_of(factors: Factors) -> Tensor:
-    """`dᵀ a`, (G, O, I)."""
+    """Returns `dᵀ a`, (G, O, I)."""
     return weight_gradient(factors).view(factors.d_GRO.shape[0], -1, factors.a_GRI.shape[2])
 
 
 def shape_of(gradient: Gradient) -> tuple[int, int, int]:
-    """N, I and O; a formed gradient has O rows."""
+    """Returns N, I and O; a formed gradient has O rows."""
     if isinstance(gradient, Tensor):
         return gradient.shape[1], gradient.shape[2], gradient.shape[1]
     return gradient.d_GRO.shape[1], gradient.a_GRI.shape[2], gradient.d_GRO.shape[2]
 
 
 def widened(t: Tensor, *, copy: bool = False) -> Tensor:
-    """In float32 at least."""
+    """Converts to at least float32."""
     return t.to(torch.promote_types(t.dtype, torch.float32), copy=copy)
 
 
 def weight_gradient(factors: Factors, scale: float = 1.0) -> Tensor:
-    """`scale * dᵀ a`, shape (G * O, I), in the dtype of the factors."""
+    """Returns `scale * dᵀ a`, shape (G * O, I), in the dtype of the factors."""
     d_GRO, a_GRI = factors.d_GRO, factors.a_GRI
     dtype = d_GRO.dtype
     if d_GRO.shape[0] * d_GRO.shape[2] * a_GRI.shape[2] <= _SMALL:
         d_GRO, a_GRI = d_GRO.double(), a_GRI.double()
-    if scale != 1.0:  # the smaller factor, not the product: fewer elements to touch
+    if scale != 1.0:  # scales the smaller factor, which has fewer elements than the product
         smaller_is_d = d_GRO.shape[2] <= a_GRI.shape[2]
         d_GRO, a_GRI = (d_GRO * scale, a_GRI) if smaller_is_d else (d_GRO, a_GRI * scale)
     if d_GRO.shape[0] == 1:
@@ -119,22 +119,21 @@ def weight_gradient(factors: Factors, scale: float = 1.0) -> Tensor:
 
 
 def bias_gradient(parts: Sequence[Factors], scale: float = 1.0) -> Tensor:
-    """`scale *` the sum over parts of their bias gradients, shape (G * O,)."""
+    """Returns `scale *` the sum over parts of their bias gradients, shape (G * O,)."""
     total_GO = sum((_own_bias_gradient(part) for part in parts[1:]), _own_bias_gradient(parts[0]))
     return (total_GO * scale).flatten().to(parts[0].d_GRO.dtype)
 
 
 def _own_bias_gradient(factors: Factors) -> Tensor:
-    """Column sums of delta, unless they travelled ready-made."""
     if factors.b_GO is not None:
         return factors.b_GO.double()
     return row_sum(factors.d_GRO).double()
 
 
 def row_sum(d_GRO: Tensor) -> Tensor:
-    """The sum over the rows, (G, O), in float64, or of more rows than cost nothing in float32.
+    """Sum over the rows, (G, O): in float64 for few or float64 elements, else in float32.
 
-    PyTorch adds them in a tree, so that a thousand cost no digit.
+    PyTorch adds them in a tree, so that a thousand rows cost no digit.
     """
     few = d_GRO.numel() <= _SMALL or d_GRO.dtype == torch.float64
     return d_GRO.sum(dim=1, dtype=torch.float64 if few else torch.float32)
@@ -148,7 +147,7 @@ def coalesce(ids_N: Tensor, d_NO: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lookup_gradient(parts: Sequence[Factors], vocabulary: int, scale: float = 1.0) -> Tensor:
-    """`scale *` the sum of each part's rows at its ids, shape (vocabulary, O).
+    """Returns `scale *` the sum of each part's rows at its ids, shape (vocabulary, O).
 
     Ids are distinct within a part, so the order of additions, and with it every bit of the
     result, is the same on every site, on CUDA too.

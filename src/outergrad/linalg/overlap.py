@@ -1,4 +1,4 @@
-"""How much of one site's directions other sites have, too."""
+"""Overlap between the gradient directions of one site and those of the others."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import torch
 from torch import Tensor
 
 _SMALLEST = 1e-10
-"""Of an eigenvalue of a Gram matrix, relative to the largest: 1e-5 of a singular value, which is
-above what rounding in float32 leaves in the place of a zero."""
+"""Relative size below which an eigenvalue of a Gram matrix counts as zero: 1e-5 of a singular
+value, above the rounding errors of float32."""
 
 
 def shared_directions(own_GRI: Tensor, others_GTI: Tensor) -> tuple[float, float]:
-    """The squared cosines of the principal angles of one row space with another, added up.
+    """Sum of the squared cosines of the principal angles between two row spaces.
 
     With U an orthonormal basis of the rows of `own` and V one of those of `others`, it is
-    `|U Vᵀ|²`, over all groups: of rank(U) directions so many lie in the span of the others. It does
-    not depend on how long rows are. A direction counts if its singular value is above 1e-5 of the
-    largest. Of random directions the share is rank(V) / I on average.
+    `|U Vᵀ|²`, over all groups: the number of the rank(U) directions that lie in the span of the
+    others. It does not depend on the lengths of rows. A direction counts if its singular value is
+    above 1e-5 of the largest. Of random directions the share is rank(V) / I on average.
 
     Source: Björck and Golub, Numerical methods for computing angles between linear subspaces, 1973.
 
     Args:
         own_GRI: R rows.
-        others_GTI: T rows, of all others.
+        others_GTI: T rows, of all other sites.
 
     Returns:
         The sum, and rank(U); NaN where a row is not finite.
@@ -30,7 +30,7 @@ def shared_directions(own_GRI: Tensor, others_GTI: Tensor) -> tuple[float, float
     rows = own_GRI.shape[1]
     whole_GNI = torch.cat([own_GRI, others_GTI.to(own_GRI.dtype)], dim=1).double()
     gram_GNN = whole_GNI @ whole_GNI.mT
-    if not bool(gram_GNN.isfinite().all()):  # LAPACK would raise
+    if not bool(gram_GNN.isfinite().all()):  # LAPACK may raise on NaN
         return float("nan"), float("nan")
     u_GRR, rank = _basis(gram_GNN[:, :rows, :rows])
     v_GTT, _ = _basis(gram_GNN[:, rows:, rows:])
@@ -40,9 +40,9 @@ def shared_directions(own_GRI: Tensor, others_GTI: Tensor) -> tuple[float, float
 
 
 def _basis(gram_GNN: Tensor) -> tuple[Tensor, Tensor]:
-    """What makes orthonormal rows of rows with this Gram matrix, (G, N, N), and how many in all.
+    """Coefficients that make rows with this Gram matrix orthonormal, (G, N, N), and the total rank.
 
-    Columns of directions that there are not are zero.
+    Columns beyond the rank are zero.
     """
     if not gram_GNN.shape[1]:
         return gram_GNN, gram_GNN.new_zeros(())

@@ -1,4 +1,4 @@
-"""Structured power iterations: rank-dAD as its paper has it, one singular triplet at a time."""
+"""Structured power iterations (rank-dAD, as in its paper): one singular triplet at a time."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from outergrad.linalg.ritz import rayleigh_ritz
 POWER_ITERATIONS = 20
 
 _CONVERGED = 1e-4
-"""A direction that changes by less has an error in energy of its square, beyond float32."""
+"""Change of a direction below which iterations stop: its square, the error in energy, is beyond
+float32."""
 
 
 def power_iteration(
     gradient: Gradient, rank: int, tolerance: float = 0.0, *, iterations: int = POWER_ITERATIONS
 ) -> LowRank:
-    """The leading singular triplets of `dᵀ a`, each by power iterations through the factors.
+    """Computes the leading singular triplets of `dᵀ a`, each by power iterations with the factors.
 
-    Source: Baker et al., arXiv 2102.09631, the section on rank-dAD. Two things differ. What was
-    found is taken out by projection, `(1 - p pᵀ) dW`, where the paper subtracts
+    Source: Baker et al., arXiv 2102.09631, the section on rank-dAD. There are two differences. The
+    directions already found are removed by projection, `(1 - p pᵀ) dW`, where the paper subtracts
     `sigma² p pᵀ`: equal once converged, but the latter adds errors while it is not (Mackey,
-    2008, compares them). And a Rayleigh-Ritz step sets the basis found right at the end.
+    2008, compares them). And a final Rayleigh-Ritz step corrects the basis.
 
     Args:
         gradient: d_GNO and a_GNI, or the gradient itself, any floating dtype.
@@ -52,7 +53,7 @@ def power_iteration(
 
 
 def _leading_direction(gradient: Product, p_GOK: Tensor, iterations: int) -> Tensor:
-    """The leading left singular vector, (G, O, 1), of what is left when p is taken out."""
+    """The leading left singular vector, (G, O, 1), of the gradient without its part along p."""
     start_I1 = gaussian_probe(gradient.inputs, p_GOK.shape[2] + 1, p_GOK.device)[:, -1:]
     x_GO1 = _deflated(gradient.times(start_I1.to(gradient.a_GNI)), p_GOK)
     for _ in range(iterations):
@@ -64,7 +65,7 @@ def _leading_direction(gradient: Product, p_GOK: Tensor, iterations: int) -> Ten
 
 
 def _deflated(x_GO1: Tensor, p_GOK: Tensor) -> Tensor:
-    """Takes the part along p away and normalises; twice, lest rounding leave some of it."""
+    """Removes the part along p and normalises; twice, because of rounding."""
     for _ in range(2):
         x_GO1 = normalize(x_GO1 - p_GOK @ (p_GOK.mT @ x_GO1), dim=1)
     return x_GO1

@@ -12,10 +12,10 @@ _CPU = torch.device("cpu")
 
 
 def gaussian_probe(width: int, columns: int, device: torch.device = _CPU) -> Tensor:
-    """A fixed Gaussian matrix (width, columns), float64.
+    """Returns a fixed Gaussian matrix (width, columns), float64.
 
-    NumPy's generator gives the same numbers on every machine, and its leading columns do not
-    depend on how many are asked for.
+    NumPy's generator gives the same numbers on every machine, and the leading columns do not
+    depend on the number of columns requested.
     """
     return _probe_of_power(width, 1 << max(columns - 1, 0).bit_length(), device)[:, :columns]
 

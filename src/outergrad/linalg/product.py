@@ -1,4 +1,4 @@
-"""A weight gradient as a linear map, `x -> dᵀ (a x)`: it need not be formed to be decomposed."""
+"""A weight gradient as a linear map, `x -> dᵀ (a x)`, that need not be formed to be decomposed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from outergrad.core.types import Gradient
 
 _SAFE = (2.0**-24, 2.0**16)
-"""A largest entry within this range needs no scaling: not even the squares of products of a
-million terms leave the range of float32, and copying a factor costs as much as an iteration."""
+"""Range of the largest entry within which no scaling is needed: even the squares of products of a
+million terms stay within the range of float32. Copying a factor costs as much as an iteration."""
 
 _NEAR = (2.0**-200, 2.0**200)
 """Scales that can be squared."""
@@ -26,7 +26,7 @@ class Product:
         a_GNI: activations in float32 or float64, scaled if need be; the scaled gradient itself,
             (G, O, I), where it is formed.
         d_GNO: deltas, likewise; None where the gradient is formed.
-        scale_G: powers of two, float64, given back to the singular values at the end. NaN where
+        scale_G: powers of two, float64, that multiply the singular values at the end. NaN where
             a factor is not finite; the factors are zero there, because LAPACK may raise on NaN.
     """
 
@@ -36,56 +36,56 @@ class Product:
 
     @property
     def inputs(self) -> int:
-        """I."""
+        """Number of columns, I."""
         return self.a_GNI.shape[2]
 
     @property
     def outputs(self) -> int:
-        """O."""
+        """Number of rows, O."""
         return self.a_GNI.shape[1] if self.d_GNO is None else self.d_GNO.shape[2]
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it is computed in."""
+        """Dtype of the computation."""
         return self.a_GNI.dtype
 
     @property
     def largest_rank(self) -> int:
-        """The rank that the gradient can have at most: min(N, I, O)."""
+        """Upper bound of the gradient's rank: min(N, I, O)."""
         return min(self.a_GNI.shape[1], self.inputs, self.outputs)
 
     def times(self, q_GIK: Tensor) -> Tensor:
-        """`dᵀ (a q)`, (G, O, K), without the scale."""
+        """Returns `dᵀ (a q)`, (G, O, K), without the scale."""
         y_GNK = self.a_GNI @ q_GIK
         return y_GNK if self.d_GNO is None else _transposed_times(self.d_GNO, y_GNK)
 
     def transposed_times(self, p_GOK: Tensor) -> Tensor:
-        """`aᵀ (d p)`, (G, I, K), without the scale."""
+        """Returns `aᵀ (d p)`, (G, I, K), without the scale."""
         y_GNK = p_GOK if self.d_GNO is None else self.d_GNO @ p_GOK
         return _transposed_times(self.a_GNI, y_GNK)
 
     def transposed(self) -> Product:
-        """The same gradient with inputs and outputs exchanged."""
+        """Returns the gradient with inputs and outputs exchanged."""
         if self.d_GNO is None:
             return Product(self.a_GNI.mT, None, self.scale_G)
         return Product(self.d_GNO, self.a_GNI, self.scale_G)
 
     def formed(self) -> Product:
-        """The same gradient as one dense matrix."""
+        """Returns the gradient as one dense matrix."""
         if self.d_GNO is None:
             return self
         return Product(self.d_GNO.mT @ self.a_GNI, None, self.scale_G)
 
     @property
     def unit(self) -> float:
-        """What norms are divided by before they are squared; see `unit_of`."""
+        """Divisor of norms before they are squared; see `unit_of`."""
         return unit_of(self.scale_G, self.dtype)
 
     def energy(self, unit: float = 1.0) -> Tensor:
-        """The squared Frobenius norm, (G,), float64, in squares of a unit.
+        """Squared Frobenius norm, (G,), float64, in squares of a unit.
 
-        `‖dᵀ a‖² = tr(aᵀ d dᵀ a) = sum((a aᵀ) * (d dᵀ))`: N x N Gram matrices are enough. Where
-        the rows cancel, rounding may leave less than nothing.
+        `‖dᵀ a‖² = tr(aᵀ d dᵀ a) = sum((a aᵀ) * (d dᵀ))`: N x N Gram matrices are enough. Where the
+        rows cancel, rounding may give a negative sum, which counts as zero.
         """
         if self.d_GNO is None:
             squares = self.a_GNI.square()
@@ -95,10 +95,10 @@ class Product:
         return energy_G * (self.scale_G / unit).square()
 
     def without(self, p_GOK: Tensor) -> Product:
-        """The rest `(1 - p pᵀ) dᵀ a` after its part along orthonormal columns p is taken away.
+        """Returns the remainder `(1 - p pᵀ) dᵀ a` without the part along orthonormal columns p.
 
-        The rest of an outer product is one again, `(d - d p pᵀ)ᵀ a`. Its energy has the
-        accuracy of the rest, which a difference of the two energies has not.
+        The remainder of an outer product is one again, `(d - d p pᵀ)ᵀ a`. Its energy has the
+        accuracy of the remainder, unlike a difference of two energies.
         """
         if self.d_GNO is None:
             rest_GOI = self.a_GNI - p_GOK @ (p_GOK.mT @ self.a_GNI)
@@ -107,16 +107,16 @@ class Product:
 
 
 def product(gradient: Gradient) -> Product:
-    """The gradient of factors, d_GNO and a_GNI of any floating dtype, or a formed one.
+    """Returns the gradient of factors, d_GNO and a_GNI of any floating dtype, or a formed one.
 
-    b_GO does not matter. Half precision is computed in float32. No rows at all are one row of
-    zeros.
+    b_GO is ignored. Half precision is computed in float32. A gradient without rows becomes one row
+    of zeros.
     """
     (a_GNI, scale_a_G), *deltas = map(_scaled, _in_one_dtype(gradient))
     if not deltas:
         return Product(a_GNI, None, scale_a_G)
     d_GNO, scale_d_G = deltas[0]
-    both = scale_a_G if scale_a_G is scale_d_G else scale_a_G * scale_d_G  # as ones are
+    both = scale_a_G if scale_a_G is scale_d_G else scale_a_G * scale_d_G  # both are `_ones`
     return Product(a_GNI, d_GNO, both)
 
 
@@ -124,8 +124,8 @@ def unit_of(scale_G: Tensor, dtype: torch.dtype) -> float:
     """A power of two in which squared norms stay within float64: 1 but for extreme float64 numbers.
 
     Args:
-        scale_G: what safe numbers are multiplied by.
-        dtype: what these are computed in; squares of float32 numbers are never out of range.
+        scale_G: factors of the scaled numbers, as in `Product`.
+        dtype: of the computation; squares of float32 numbers are never out of range.
     """
     if dtype != torch.float64:
         return 1.0
@@ -134,33 +134,32 @@ def unit_of(scale_G: Tensor, dtype: torch.dtype) -> float:
 
 
 def unscaled(gradient: Gradient) -> Product:
-    """The same with factors as they are, which saves a look at all of them.
+    """Returns the gradient without scaling its factors, which saves a pass over them.
 
-    Nothing is squared as long as it is multiplied by vectors of length one alone, and what is not
-    finite stays so.
+    Nothing is squared as long as it is multiplied only by vectors of length one, and elements that
+    are not finite stay so.
     """
     a_GNI, *deltas = _in_one_dtype(gradient)
     return Product(a_GNI, deltas[0] if deltas else None, _ones(len(a_GNI), a_GNI.device))
 
 
 def _in_one_dtype(gradient: Gradient) -> list[Tensor]:
-    """Activations and deltas, or the formed gradient, in float32 at least."""
     tensors = [gradient] if isinstance(gradient, Tensor) else [gradient.a_GRI, gradient.d_GRO]
     dtype = reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
     return [t.to(dtype) for t in tensors]
 
 
 def cheapest(gradient: Product, columns: int, sweeps: int, *, with_energy: bool) -> Product:
-    """The gradient, formed if the work ahead is less then.
+    """Returns the gradient, formed if that makes the work ahead cheaper.
 
     Counts multiplications. A pass through the factors costs N (I + O) per column, through the
     formed gradient I O; forming it costs N I O, and the Gram matrices for the energy N² (I + O).
 
     Args:
-        gradient: left as it is if it is formed already.
-        columns: K, vectors that are multiplied at a time.
+        gradient: returned unchanged if it is formed already.
+        columns: K, the number of vectors multiplied at a time.
         sweeps: multiplications by the gradient and back.
-        with_energy: whether `energy` of what is left will be asked for.
+        with_energy: whether `energy` of a remainder will be needed.
     """
     if gradient.d_GNO is None:
         return gradient
@@ -196,8 +195,8 @@ def _scaled(x_GNW: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _peak(x_GNW: Tensor) -> Tensor:
-    """The largest magnitude per group; NaN if there is one."""
+    """Largest magnitude per group; NaN if the group has one."""
     if x_GNW.shape[0] > 1:
         return x_GNW.abs().amax(dim=(1, 2))
-    low, high = x_GNW.aminmax()  # no copy, a third of the time
+    low, high = x_GNW.aminmax()  # no copy as in abs(): a third of the time
     return torch.maximum(-low, high)[None]

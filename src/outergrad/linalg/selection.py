@@ -1,7 +1,7 @@
-"""Which entries of a gradient are sent: the largest, random ones, or the largest blocks.
+"""Selection of the entries to send: the largest, random ones, or the largest blocks.
 
-All functions give sorted places, int64, on the gradient's device: the same every time for the same
-input. Where magnitudes are equal, the first entries count as larger. NaN counts as the largest.
+All functions return sorted indices ("places"), int64, on the gradient's device, deterministically.
+Where magnitudes are equal, the first entries count as larger. NaN counts as the largest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outergrad.linalg.sidco import tail
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _SMALL = 1 << 18
-"""Up to so many entries, `top_k` is faster than a threshold (`benchmarks/selection.py`)."""
+"""Number of entries up to which `top_k` is faster than a threshold (`benchmarks/selection.py`)."""
 
 _ROUNDS = 8
 _MULTIPLIERS = (0x9E3779B97F4A7C15 - (1 << 64), 0xD6E8FEB86659FD93 - (1 << 64))
@@ -27,25 +27,25 @@ _MULTIPLIERS = (0x9E3779B97F4A7C15 - (1 << 64), 0xD6E8FEB86659FD93 - (1 << 64))
 
 
 def top_k(flat: Tensor, k: int) -> Tensor:
-    """The places of the k entries of largest magnitude.
+    """Returns the places of the k entries of largest magnitude.
 
     Args:
         flat: (n,), any floating dtype.
         k: from 1 to n.
 
     Raises:
-        ValueError: k is not, or the gradient is not flat.
+        ValueError: k is out of its range, or the gradient is not flat.
     """
     _check_flat(flat, k)
     return _largest(_order(flat), k)
 
 
 def above(flat: Tensor, k: int) -> Tensor:
-    """The same places as `top_k`, found faster where there are many entries and k is small.
+    """Returns the same places as `top_k`, faster where there are many entries and k is small.
 
     SIDCo estimates a threshold for somewhat more entries (`outergrad.linalg.sidco`), and the
-    k largest are picked among what exceeds it. Where too few do, the threshold is lowered twice;
-    after that all entries are looked at, as they are where there are few.
+    k largest are picked among those above it. Where these are too few, the threshold is lowered
+    twice. After that, and for small gradients, all entries are searched.
     """
     _check_flat(flat, k)
     found = tail(flat, k) if len(flat) > _SMALL else None
@@ -55,13 +55,13 @@ def above(flat: Tensor, k: int) -> Tensor:
 
 
 def random_k(n: int, k: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
-    """The places of k of n entries, drawn without replacement.
+    """Returns the places of k of n entries, drawn without replacement.
 
     They depend on the numbers alone, not on the device, the versions of libraries or random
-    streams, so that sites that share the seed draw the same. It costs O(k): the numbers below k
-    are sent through a permutation that the seed chooses. This is a Feistel network of 8 rounds on
-    pairs of half as many bits. What it maps to n or beyond goes through it again until it does
-    not (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    streams, so that sites that share the seed draw the same places. The cost is O(k): a permutation
+    chosen by the seed is applied to the numbers below k. It is a Feistel network of 8 rounds on
+    pairs of half as many bits. It is applied again to results of n or above until they are below
+    (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
 
     Args:
         n: at least 1, below 2⁶².
@@ -70,7 +70,7 @@ def random_k(n: int, k: int, seed: int, device: torch.device | str = "cpu") -> T
         device: of the places.
 
     Raises:
-        ValueError: k or n is not.
+        ValueError: k or n is out of its range.
     """
     _check(n, k)
     keys = _keys(seed)
@@ -82,31 +82,31 @@ def random_k(n: int, k: int, seed: int, device: torch.device | str = "cpu") -> T
 
 
 def top_blocks(flat: Tensor, k: int, block: int) -> Tensor:
-    """The places of all entries of the blocks of largest Euclidean norm.
+    """Returns the places of all entries of the blocks of largest Euclidean norm.
 
-    Blocks are of consecutive entries; the last one may be short. How many are chosen, and how many
-    entries they have together, follows from the lengths alone: see `blocks_of`.
+    A block is a run of consecutive entries; the last one may be short. The number of chosen blocks
+    and of their entries follows from the lengths alone: see `blocks_of`.
 
     Args:
         flat: (n,), any floating dtype.
-        k: about how many entries, from 1 to n.
+        k: approximate number of entries, from 1 to n.
         block: entries of a block, at least 1.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of its range.
     """
     return entries_of(leading_blocks(flat, k, block), len(flat), block)
 
 
 def blocks_of(n: int, k: int, block: int) -> tuple[int, int]:
-    """How many blocks `top_blocks` chooses, and how many entries these have.
+    """Returns how many blocks `top_blocks` chooses, and how many entries these have.
 
     `k / block` blocks, rounded half up, at least one and at most all `ceil(n / block)`. B blocks
-    have `min(n, B * block)` entries, even if the short last one is among them: then the entries
-    that it lacks are taken from the beginning of the first block that was not chosen.
+    have `min(n, B * block)` entries, even if the short last one is among them: its missing entries
+    are then taken from the beginning of the first block that was not chosen.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of its range.
     """
     _check(n, k)
     if block < 1:
@@ -116,7 +116,7 @@ def blocks_of(n: int, k: int, block: int) -> tuple[int, int]:
 
 
 def leading_blocks(flat: Tensor, k: int, block: int) -> Tensor:
-    """The numbers of the blocks that `top_blocks` chooses, sorted; arguments as there."""
+    """Returns the sorted numbers of the blocks that `top_blocks` chooses; arguments as there."""
     _check_flat(flat, k)
     n = len(flat)
     blocks, _ = blocks_of(n, k, block)
@@ -128,7 +128,7 @@ def leading_blocks(flat: Tensor, k: int, block: int) -> Tensor:
 
 
 def entries_of(blocks_B: Tensor, n: int, block: int) -> Tensor:
-    """The places of the entries of chosen blocks, sorted; what the short last one lacks is added.
+    """Returns the sorted places of the entries of chosen blocks, completed as in `blocks_of`.
 
     Args:
         blocks_B: numbers of blocks, sorted and distinct, below `ceil(n / block)`.
@@ -145,7 +145,6 @@ def entries_of(blocks_B: Tensor, n: int, block: int) -> Tensor:
 
 
 def _first_not_among(blocks_B: Tensor) -> Tensor:
-    """The smallest number from 0 that is not among sorted distinct ones."""
     return (blocks_B == torch.arange(len(blocks_B), device=blocks_B.device)).sum()
 
 
@@ -169,7 +168,7 @@ def _order(flat: Tensor) -> Tensor:
 
 
 def _norms(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Of the rows of each, in float64; squares of float64 numbers are kept within its range."""
+    """Norms of the rows in float64; float64 rows are scaled so that their squares stay in range."""
     if all(part.dtype != torch.float64 for part in parts):
         return [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in parts]
     peak = max((part.abs().amax().item() for part in parts if part.numel()), default=0.0)
@@ -178,7 +177,7 @@ def _norms(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _largest(order_N: Tensor, k: int) -> Tensor:
-    """The places of the k largest of non-negative integers, the first of equal ones, sorted."""
+    """Sorted places of the k largest of non-negative integers; of equal ones the first."""
     if k == len(order_N):
         return torch.arange(k, device=order_N.device)
     smallest = _kth_largest(order_N, k) if int(order_N.count_nonzero()) >= k else 0
@@ -189,7 +188,7 @@ def _largest(order_N: Tensor, k: int) -> Tensor:
 
 
 def _first(flags_N: Tensor, count: int) -> Tensor:
-    """The places of the first so many that are set, of at least as many."""
+    """Places of the first `count` set flags; at least as many must be set."""
     looked_at = 2 * count
     while len(found := flags_N[:looked_at].nonzero().view(-1)) < count:
         looked_at *= 8
@@ -197,7 +196,7 @@ def _first(flags_N: Tensor, count: int) -> Tensor:
 
 
 def _kth_largest(order_N: Tensor, k: int) -> int:
-    """On a CPU by NumPy, which needs a tenth of the time: it moves numbers without their places."""
+    """The k-th largest; on a CPU by NumPy in a tenth of the time, since it moves no indices."""
     if order_N.device.type == "cpu":
         place = len(order_N) - k
         return int(np.partition(order_N.numpy(), place)[place])
@@ -219,7 +218,7 @@ def _permuted(x: Tensor, half: int, keys: list[int]) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """31 bits that all bits of a number have a part in; products are modulo 2^64."""
+    """31 bits that depend on all bits of a number; products are modulo 2^64."""
     x = x * _MULTIPLIERS[0]
     x = (x ^ (x >> 32)) * _MULTIPLIERS[1]
     return (x >> 33) & 0x7FFFFFFF

@@ -1,14 +1,14 @@
-"""SIDCo: a threshold for the largest entries of a gradient, from a distribution fitted to them.
+"""SIDCo: a threshold for the largest entries of a gradient, from a fitted distribution.
 
 Source: Abdelmoniem, Elzanaty, Alouini and Canini, "An Efficient Statistical-based Gradient
 Compression Technique for Distributed Training Systems", MLSys 2021, arXiv 2101.10761. Magnitudes
 are taken for samples of a distribution with few parameters. Its quantile is the threshold. A fit
-to all magnitudes is poor far out in the tail, so that a small density is reached in stages: each
-keeps a quarter and fits what lies above to these alone (peaks over threshold).
+to all magnitudes is poor far out in the tail. So a small density is reached in stages: each stage
+keeps a quarter of the entries and fits only those (peaks over threshold).
 
-Two things are ours. The first stages look at a sample of the entries. The last one looks at all
-entries above a lower threshold, whose number is known, and its answer is counted: where it misses,
-it is moved between thresholds that have been counted.
+Two things differ from the paper. The first stages look at a sample of the entries. The last one
+looks at all entries above a lower threshold and counts those above its answer: if the count is off,
+the answer is moved between thresholds that have been counted.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from torch import Tensor
 from outergrad.linalg.tail_fits import FITS, Fit
 
 STAGE_DENSITY = 0.25
-"""The share that a stage keeps, unless it is the last: delta_1 of the paper."""
+"""Share of entries that a stage keeps, unless it is the last: delta_1 of the paper."""
 
 SAMPLE = 1 << 15
-"""Entries that the first stages look at, where there are more: so few that PyTorch does not start
-threads for them, which would cost more than they save."""
+"""Largest number of entries in the sample of the first stages: small enough that PyTorch does not
+start threads for them, which would cost more than they save."""
 
 _MOST_STAGES = 32
 _FEWEST = 32
-"""Stages end where the next would be fitted to fewer entries than this."""
+"""Fewest entries that a stage is fitted to."""
 _TOLERANCE = 0.05
 _ROUNDS = 8
 _LOWERED = (1, 2, 4)
-"""How many times as many entries a threshold is estimated for, where it was too high."""
+"""Factors on the wanted number of entries, tried in turn where a threshold was too high."""
 _DEVIATIONS = 4.0
 _SMALLEST = 0.5
-"""Of an entry: what a threshold above all entries is estimated for."""
+"""Fractional count that stands for zero entries above a threshold."""
 _CHUNK = 1 << 15
-"""On a CPU a pass goes through pieces that stay in the cache, each on one thread."""
+"""Entries per piece of a pass on a CPU: a piece stays in the cache, and one thread handles it."""
 
 
 class Tail(NamedTuple):
@@ -59,26 +59,26 @@ class Tail(NamedTuple):
 def threshold(
     flat: Tensor, density: float, fit: Fit = "exponential", stages: int | None = None
 ) -> Tensor:
-    """A magnitude that the share `density` of a gradient's entries exceeds.
+    """Returns a magnitude that the share `density` of a gradient's entries exceeds.
 
     The share is met to within 5%, or one entry. It is smaller where more entries are zero, or
-    where many have the same magnitude. What is not finite is left out of the fits, and NaN lies
-    above every threshold. The host waits for the device several times.
+    where many have the same magnitude. Entries that are not finite are left out of the fits, and
+    NaN counts as above every threshold. The host waits for the device several times.
 
     Args:
         flat: (n,), any floating dtype, n at least 1.
         density: in (0, 1].
         fit: the distribution of the first stage; later ones fit a generalised Pareto distribution
-            where this is "gamma", since it is what exceedances of a gamma distribution tend to.
+            where this is "gamma", because exceedances of a gamma distribution tend to it.
         stages: None for as many as the density needs, with the answer counted and moved until it
-            is met. A number for so many stages over all entries that are not zero, uncounted, as
-            in the paper.
+            meets the share. A number for so many stages over all entries that are not zero,
+            uncounted, as in the paper.
 
     Returns:
         A scalar of the gradient's dtype on its device.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of its range.
     """
     _check(flat, density, fit, stages)
     if stages is not None:
@@ -89,11 +89,11 @@ def threshold(
 
 
 def tail(flat: Tensor, wanted: float, fit: Fit = "exponential") -> Tail | None:
-    """At least so many of the largest entries, and few more; arguments as above.
+    """Returns at least `wanted` of the largest entries, and few more; arguments as for `threshold`.
 
-    All other entries are smaller. The threshold is estimated for a little more than what is
-    wanted, by four standard deviations of a count in the sample, and lowered twice if it was too
-    high. None where it still is: most entries are zero, or many are equal.
+    All other entries are smaller. The threshold is estimated for slightly more than `wanted`
+    entries, by four standard deviations of a count in the sample, and lowered twice if too high.
+    None if it is still too high: most entries are zero, or many are equal.
     """
     sample_M = _sample(flat).abs()
     of_sample = wanted * len(sample_M) / len(flat)
@@ -110,7 +110,7 @@ def tail(flat: Tensor, wanted: float, fit: Fit = "exponential") -> Tail | None:
 
 
 def exceeding(flat: Tensor, threshold: Tensor) -> Tail:
-    """The entries above a threshold, a scalar of their dtype; NaN is above."""
+    """Returns the entries above a threshold, a scalar of their dtype; NaN counts as above."""
     above = torch.empty_like(flat, dtype=torch.bool)
     chunk = _CHUNK if flat.device.type == "cpu" else len(flat)
     for part, found in zip(flat.split(chunk), above.split(chunk), strict=True):
@@ -147,7 +147,6 @@ def _sample(flat: Tensor) -> Tensor:
 
 
 def _wide(magnitudes_M: Tensor) -> Tensor:
-    """In at least float32, without zeros and what is not finite."""
     wide_M = magnitudes_M.to(torch.promote_types(magnitudes_M.dtype, torch.float32))
     return wide_M[(wide_M > 0) & wide_M.isfinite()]
 
@@ -155,16 +154,16 @@ def _wide(magnitudes_M: Tensor) -> Tensor:
 def _staged(
     magnitudes_M: Tensor, wanted: float, fit: Fit, stages: int | None = None, start: float = 0.0
 ) -> float:
-    """A threshold that about so many of these exceed: the paper's fit in stages.
+    """A threshold that about `wanted` of the magnitudes exceed: the paper's fit in stages.
 
-    A stage knows how many the one before left, and its density follows from that. Stages are added
-    until what is wanted is at least a quarter of them, or they are too few for another one.
+    The density of a stage follows from the number of entries that the previous one left. Stages are
+    added until the wanted number is at least a quarter of these, or they are too few for a fit.
 
     Args:
         magnitudes_M: positive and finite, at least float32, all above `start`.
         wanted: how many of them.
         fit: as for `threshold`.
-        stages: how many at most, None for as many as it takes.
+        stages: largest number of stages, None for no limit.
         start: where their distribution begins.
     """
     at, wanted = start, max(wanted, _SMALLEST)
@@ -186,7 +185,7 @@ def _is_last(count: int, share: float, *, adapts: bool) -> bool:
 
 
 def _counted(magnitudes_C: Tensor, low: float, wanted: float, fit: Fit) -> Tensor:
-    """A threshold that so many of these exceed, to within 5% or one entry, if there is one.
+    """A threshold that `wanted` magnitudes exceed, to within 5% or one entry, if there is one.
 
     Args:
         magnitudes_C: all above `low`, apart from zeros.
@@ -211,17 +210,17 @@ def _moved(
     low: tuple[float, float],
     high: tuple[float, float],
 ) -> Tensor:
-    """A threshold moved until so many exceed it.
+    """Moves a threshold until `wanted` magnitudes exceed it.
 
     Between two thresholds whose exceedances have been counted, the logarithm of the count is taken
     for a straight line, as it is in an exponential tail. An exact order statistic ends the search.
 
     Args:
-        magnitudes_C: what exceedances are counted of.
-        at: the first that is tried.
-        wanted: how many exceedances.
-        low: a threshold with more of them, and how many.
-        high: one with fewer.
+        magnitudes_C: to count exceedances of.
+        at: the first threshold to try.
+        wanted: number of exceedances.
+        low: a threshold with more of them, and their number.
+        high: one with fewer, and their number.
     """
     for _ in range(_ROUNDS):
         tried = magnitudes_C.new_tensor(at)

@@ -1,4 +1,4 @@
-"""Norms and multiples of a site's gradient, whole and by sample, from its rows where it has them.
+"""Norms and multiples of a site's gradient, whole or per sample, from its rows where it has them.
 
 Letters: B samples, N rows, G groups, L rows of the sample that has most.
 """
@@ -18,7 +18,7 @@ from outergrad.linalg.outer import widened
 
 
 def sample_of_rows(samples: Samples, rows: int, device: torch.device) -> Tensor:
-    """Index of the sample of each of so many rows, (N,), int64."""
+    """Returns the index of each row's sample, (N,), int64."""
     index_B = torch.arange(samples.total, device=device)
     positions = rows // max(samples.total, 1)
     if samples.positions_first:
@@ -27,23 +27,23 @@ def sample_of_rows(samples: Samples, rows: int, device: torch.device) -> Tensor:
 
 
 def sampled(factors: Factors, samples: Samples) -> SampleRows:
-    """Rows none of which is of several samples, with the sample of each."""
+    """Returns factors with the sample of each row; no row may belong to several samples."""
     rows, device = factors.d_GRO.shape[1], factors.d_GRO.device
     return SampleRows(factors, sample_of_rows(samples, rows, device))
 
 
 def scaled(gradient: SiteGradient, factor: float | Tensor) -> SiteGradient:
-    """So many times the gradient; factor is a number or a tensor of one element."""
+    """Multiplies the gradient by a number or a tensor of one element."""
     rows = {slot: _times(part, factor) for slot, part in gradient.rows.items()}
     formed = {n: (g * factor).to(g.dtype) for n, g in gradient.formed.items()}
     return replace(gradient, rows=rows, formed=formed)
 
 
 def scaled_samples(gradient: SiteGradient, factor_B: Tensor) -> SiteGradient:
-    """Each sample's gradient so many times.
+    """Multiplies each sample's gradient by its own factor.
 
     Raises:
-        ValueError: it is not known which sample some of it is of.
+        ValueError: the sample of some rows is unknown, or a gradient has no rows.
     """
     _check_sampled(gradient)
     rows = {
@@ -60,7 +60,7 @@ def _times(part: SampleRows, factor: float | Tensor) -> SampleRows:
 
 
 def formed(gradient: SiteGradient) -> SiteGradient:
-    """The same gradient without rows: a tensor for every parameter, of its shape."""
+    """Returns the gradient without rows: a tensor for every parameter, of its shape."""
     found: dict[str, Tensor] = {}
     for slot, part in gradient.rows.items():
         add_gradients(found, slot, [part.factors], gradient.params, 1.0)
@@ -70,17 +70,17 @@ def formed(gradient: SiteGradient) -> SiteGradient:
 
 
 def norm(gradient: SiteGradient) -> Tensor:
-    """The Euclidean norm over all parameters, a tensor of one element."""
+    """Euclidean norm over all parameters, a tensor of one element."""
     return _sum(widened(g).square().sum() for g in formed(gradient).formed.values()).sqrt()
 
 
 def sample_norms(gradient: SiteGradient) -> Tensor:
-    """The Euclidean norm of each sample's gradient over all parameters, (B,).
+    """Euclidean norm of each sample's gradient over all parameters, (B,).
 
-    Slots that add to the same part of a parameter are added up before.
+    Slots that add to the same part of a parameter are added up before the norm.
 
     Raises:
-        ValueError: it is not known which sample some of it is of.
+        ValueError: the sample of some rows is unknown, or a gradient has no rows.
     """
     _check_sampled(gradient)
     return _sum(_squared_norms(gradient, slots) for slots in _together(gradient.rows)).sqrt()
@@ -104,7 +104,7 @@ def _sum(parts: Iterable[Tensor]) -> Tensor:
 
 
 def _together(slots: Iterable[Slot]) -> list[list[Slot]]:
-    """Slots that add to the same part of a weight or a bias, directly or through each other."""
+    """Groups slots that add to the same part of a weight or bias, directly or by way of others."""
     groups: list[list[Slot]] = []
     for slot in slots:
         touching = [g for g in groups if any(_add_up(slot, other) for other in g)]
@@ -124,7 +124,7 @@ def _meet(one: RowRange | None, other: RowRange | None) -> bool:
 
 
 def _squared_norms(gradient: SiteGradient, slots: Sequence[Slot]) -> Tensor:
-    """Of each sample's gradient of what these slots add to, (B,)."""
+    """Squared norm of each sample's gradient of the parts that these slots add to, (B,)."""
     used = [slot for slot in slots if gradient.rows[slot].factors.d_GRO.shape[1]]
     if not used:
         return widened(gradient.rows[slots[0]].factors.d_GRO).new_zeros(gradient.samples)
@@ -134,7 +134,7 @@ def _squared_norms(gradient: SiteGradient, slots: Sequence[Slot]) -> Tensor:
 
 
 def _of_sample(gradient: SiteGradient, slots: Sequence[Slot], sample: int) -> Tensor:
-    """Of one sample: what the slots add up to is formed."""
+    """Squared norm of one sample's gradient: the sum of the slots is formed."""
     found: dict[str, Tensor] = {}
     for slot in slots:
         factors, samples_N = gradient.rows[slot]
@@ -170,7 +170,7 @@ def squared_sample_norms(slot: Slot, part: SampleRows, samples: int) -> Tensor:
 
 
 def _paired(d_BGLO: Tensor, pairs_BGLL: Tensor) -> Tensor:
-    """`|Σ_l d_l a_lᵀ|² = Σ_lm (d_l · d_m)(a_l · a_m)`, of each sample; rounding may go below 0."""
+    """`|Σ_l d_l a_lᵀ|² = Σ_lm (d_l · d_m)(a_l · a_m)`, per sample; negative roundings become 0."""
     return ((d_BGLO @ d_BGLO.mT) * pairs_BGLL).sum(dim=(1, 2, 3)).clamp_min(0)
 
 
@@ -184,20 +184,19 @@ def _places(samples_N: Tensor, samples: int) -> _Rectangle | _Places:
 
 
 class _Rectangle:
-    """Rows of samples that have equally many, in order: nothing is copied."""
+    """Rows of samples that have equally many, in order: `padded` returns views."""
 
     def __init__(self, samples: int, *, positions_first: bool) -> None:
         self._samples, self._positions_first = samples, positions_first
 
     def padded(self, t_GNW: Tensor) -> Tensor:
-        """(B, G, L, W)."""
         if self._positions_first:
             return t_GNW.unflatten(1, (-1, self._samples)).permute(2, 0, 1, 3)
         return t_GNW.unflatten(1, (self._samples, -1)).transpose(0, 1)
 
 
 class _Places:
-    """Where each of N rows stands among the rows of its sample."""
+    """Index of each of N rows among the rows of its sample."""
 
     def __init__(self, samples_N: Tensor, samples: int) -> None:
         self._order_N = samples_N.argsort(stable=True)

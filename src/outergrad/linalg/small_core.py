@@ -14,12 +14,12 @@ from outergrad.linalg.product import Product, product
 
 
 def small_core(gradient: Gradient, rank: int, tolerance: float = 0.0) -> LowRank:
-    """The best approximation of `dᵀ a` of at most the given rank (Eckart and Young).
+    """Computes the best approximation of `dᵀ a` of at most the given rank (Eckart and Young).
 
     With thin QR factorisations `dᵀ = Q_d R_d` and `aᵀ = Q_a R_a` the gradient is
     `Q_d (R_d R_aᵀ) Q_aᵀ`, so that the decomposition of the N x N core is that of the gradient
     (Bebendorf, Hierarchical Matrices, 2008, chapter 1). A factor with more rows than columns
-    is left as it is: the core is never larger than N, I or O.
+    is used unchanged: the core is never larger than N, I or O.
 
     Args:
         gradient: d_GNO and a_GNI, or the gradient itself, any floating dtype.
@@ -49,11 +49,11 @@ def merge(
     *,
     weights: Sequence[float] | None = None,
 ) -> LowRank:
-    """The best approximation, of at most the given rank, of a weighted sum of gradients.
+    """Computes the best approximation, of at most the given rank, of a weighted sum of gradients.
 
-    The sum has the stacked rows for factors, few enough for an exact decomposition through a
-    small core (Bebendorf, Hierarchical Matrices, 2008, chapter 1). In a tree of merges each
-    node gives its own error, relative to its own sum, as `relative_error`.
+    The sum has the stacked rows as factors, few enough for an exact decomposition through a
+    small core (Bebendorf, Hierarchical Matrices, 2008, chapter 1). In a tree of merges the
+    `relative_error` of each node is its own, relative to its own sum.
 
     Args:
         parts: d_GRO and a_GRI of each site; their ranks may differ.
@@ -73,7 +73,7 @@ def _weighted(part: Factors, weight: float) -> Factors:
 
 
 def core(gradient: Product) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """`q_d, core, q_a` with `q_d core q_aᵀ` the gradient and None for the identity."""
+    """Returns `q_d, core, q_a` with `q_d core q_aᵀ` the gradient; None stands for the identity."""
     if gradient.d_GNO is None:
         return None, gradient.a_GNI, None
     q_d_GOK, r_GKN = _thin_qr(gradient.d_GNO.mT)
@@ -82,7 +82,7 @@ def core(gradient: Product) -> tuple[Tensor | None, Tensor, Tensor | None]:
 
 
 def _thin_qr(x_GWN: Tensor) -> tuple[Tensor | None, Tensor]:
-    """`q, r` with `x = q r` and orthonormal columns of q; no q where it would not be thin."""
+    """`q, r` with `x = q r` and orthonormal columns of q; None for q where it would not be thin."""
     if x_GWN.shape[1] <= x_GWN.shape[2]:
         return None, x_GWN
     return torch.linalg.qr(x_GWN)

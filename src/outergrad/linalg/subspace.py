@@ -1,4 +1,4 @@
-"""Block subspace iteration on the factors: all leading singular triplets at a time."""
+"""Block subspace iteration on the factors: all leading singular triplets at once."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from outergrad.linalg.total import Total, total
 SUBSPACE_ITERATIONS = 3
 WARM_ITERATIONS = 1
 OVERSAMPLING = 4
-"""From a random start these come within 2 % of the best error, also for slowly falling singular
-values; two iterations, within 5 %. One does from where the last step ended, spare columns too."""
+"""From a random start, these settings come within 2 % of the best error, also for slowly falling
+singular values; two iterations, within 5 %. From the directions of the previous step, spare
+columns included, one iteration does."""
 
 
 def subspace_iteration(
@@ -32,7 +33,7 @@ def subspace_iteration(
     q_GIR: Tensor | None = None,
     plus: Factors | None = None,
 ) -> LowRank:
-    """The leading singular triplets of `dᵀ a`, nearly, from a few products with the factors.
+    """Approximates the leading singular triplets of `dᵀ a` by a few products with the factors.
 
     Source: Halko, Martinsson and Tropp, 2011, algorithms 4.4 and 5.1. One iteration with a warm
     start and no oversampling is PowerSGD's (Vogels, Karimireddy and Jaggi, 2019, algorithm 1).
@@ -42,10 +43,10 @@ def subspace_iteration(
         rank: largest R.
         tolerance: largest relative Frobenius error, if R suffices for it.
         iterations: multiplications by the gradient and by its transpose.
-        oversampling: columns more than R to iterate on: each makes a near miss less likely.
-        q_GIR: right singular vectors, of length one, that were leading before, a warm start;
-            columns that are zero or not finite are ignored.
-        plus: few more rows, whose outer product is added to the gradient.
+        oversampling: columns beyond R to iterate on: each makes a near miss less likely.
+        q_GIR: warm start: right singular vectors of length one; columns that are zero or not finite
+            are ignored.
+        plus: a few more rows, whose outer product is added to the gradient.
     """
     looked_at = unscaled if q_GIR is not None and not tolerance else product
     whole = looked_at(gradient)
@@ -62,11 +63,11 @@ def subspace_iteration(
 
 
 def warm_iteration(matrix: Product | Total, x_GIK: Tensor) -> LowRank:
-    """One iteration from directions that were leading before: all K triplets, without ceremony.
+    """One iteration from directions that were leading before: returns all K triplets, untruncated.
 
     Args:
         matrix: the gradient, unscaled; a group that is not finite becomes NaN.
-        x_GIK: as many directions as are wanted, usable ones.
+        x_GIK: K usable directions.
     """
     p_GOK = orthonormal(matrix.times(x_GIK))
     z_GIK, void_G = without_void(matrix.transposed_times(p_GOK))
@@ -79,21 +80,21 @@ def warm_iteration(matrix: Product | Total, x_GIK: Tensor) -> LowRank:
 
 
 def near_one(x_GWK: Tensor) -> Tensor:
-    """Columns times powers of two, with a largest number near one: no other digits.
+    """Scales columns by powers of two to a largest entry near one, without rounding.
 
-    Times a gradient as they are, they would be of the order of its square.
+    The product of a gradient with unscaled columns would be of the order of the gradient's square.
     """
     peak_G1K = x_GWK.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(x_GWK.dtype).tiny)
     return x_GWK / (peak_G1K / (2 * torch.frexp(peak_G1K).mantissa))
 
 
 def start(like_GNI: Tensor, columns: int, q_GIR: Tensor | None) -> Tensor:
-    """The usable columns of a warm start, and fixed random ones in the place of all others.
+    """Returns the usable columns of a warm start, and fixed random columns in place of all others.
 
     Args:
         like_GNI: gives G, I, dtype and device.
         columns: K.
-        q_GIR: directions that were good before; columns that are zero or not finite are not used.
+        q_GIR: directions of a warm start; columns that are zero or not finite are replaced.
     """
     groups, _, inputs = like_GNI.shape
     warm_GIR = like_GNI.new_empty(groups, inputs, 0) if q_GIR is None else q_GIR[..., :columns]

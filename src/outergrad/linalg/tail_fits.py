@@ -19,13 +19,13 @@ Quantile = Callable[[Tensor, float], float]
 _NEWTON_STEPS = 4
 _HALVINGS = 60
 _LEAST_SPREAD = 1e-6
-"""Numbers that are all alike count as spread by this, so that every fit has a quantile."""
+"""Smallest spread assumed, so that equal numbers have a quantile in every fit."""
 
 
 def exponential_quantile(x_M: Tensor, share: float) -> float:
-    """What a share of an exponential distribution exceeds.
+    """Returns the value that a share of a fitted exponential distribution exceeds.
 
-    Its mean μ is fitted by that of the numbers, which is the estimate of greatest likelihood.
+    Its mean μ is set to that of the numbers, the maximum-likelihood estimate.
     `exp(-t/μ) = share` gives `t = μ log(1/share)`.
 
     Args:
@@ -36,11 +36,12 @@ def exponential_quantile(x_M: Tensor, share: float) -> float:
 
 
 def pareto_quantile(x_M: Tensor, share: float) -> float:
-    """What a share of a generalised Pareto distribution exceeds; arguments as above.
+    """Returns the value that a share of a fitted generalised Pareto distribution exceeds.
 
-    With shape ξ and scale σ its mean is `μ = σ/(1-ξ)` and its variance `v = μ²/(1-2ξ)`. Solved
-    for them: `ξ = (1 - μ²/v)/2` and `σ = μ(1-ξ)`. `(1 + ξt/σ)^(-1/ξ) = share` gives
-    `t = σ/ξ (share^(-ξ) - 1)`, and as for an exponential distribution where ξ is zero.
+    Arguments as for `exponential_quantile`. With shape ξ and scale σ the mean is `μ = σ/(1-ξ)` and
+    the variance `v = μ²/(1-2ξ)`. Solved for them: `ξ = (1 - μ²/v)/2` and `σ = μ(1-ξ)`.
+    `(1 + ξt/σ)^(-1/ξ) = share` gives `t = σ/ξ (share^(-ξ) - 1)`, and as for an exponential
+    distribution where ξ is zero.
     """
     mean = _mean(x_M)
     variance = float(x_M.double().var(correction=0)) / mean**2
@@ -53,12 +54,13 @@ def pareto_quantile(x_M: Tensor, share: float) -> float:
 
 
 def gamma_quantile(x_M: Tensor, share: float) -> float:
-    """What a share of a gamma distribution exceeds; arguments as above.
+    """Returns the value that a share of a fitted gamma distribution exceeds.
 
-    Its mean is that of the numbers. Its shape α is the estimate of greatest likelihood: it solves
-    `log α - ψ(α) = s` with `s = log(mean x) - mean(log x)`. The quantile solves
-    `Q(α, αt/mean) = share`, Q the upper regularised incomplete gamma function, by halving an
-    interval; the paper has a formula for a bound on it, which is 20% and more off at large shares.
+    Arguments as for `exponential_quantile`. The mean is that of the numbers. The shape α is the
+    maximum-likelihood estimate: it solves `log α - ψ(α) = s` with `s = log(mean x) - mean(log x)`.
+    The quantile solves `Q(α, αt/mean) = share`, Q the upper regularised incomplete gamma function,
+    by bisection; the paper has a formula for a bound on it, which is 20% and more off at large
+    shares.
     """
     mean = _mean(x_M)
     spread = math.log(mean) - _mean(x_M.log())
@@ -71,7 +73,7 @@ def _mean(x_M: Tensor) -> float:
 
 
 def _gamma_shape(s: float) -> float:
-    """Solves `log α - ψ(α) = s`: a closed approximation, made exact by steps in 1/α.
+    """Solves `log α - ψ(α) = s`: a closed approximation, refined by Newton steps in 1/α.
 
     Source: Minka, "Estimating a Gamma distribution", 2002.
     """
@@ -85,7 +87,7 @@ def _gamma_shape(s: float) -> float:
 
 
 def _gamma_point(shape: float, share: float) -> float:
-    """Where `Q(shape, t) = share`, searched in log t, since it may be tiny."""
+    """Solves `Q(shape, t) = share` for t, searched in log t, since t may be tiny."""
     of = torch.tensor(shape, dtype=torch.float64)
     low, high = -700.0, math.log(shape + 1) + math.log(2 - math.log(share)) + 1
     for _ in range(_HALVINGS):
@@ -103,4 +105,4 @@ FITS: dict[Fit, tuple[Quantile, Quantile]] = {
     "gamma": (gamma_quantile, pareto_quantile),
     "pareto": (pareto_quantile, pareto_quantile),
 }
-"""Of the magnitudes, and of the exceedances of later stages."""
+"""Quantile functions of each fit: for the magnitudes, and for exceedances in later stages."""

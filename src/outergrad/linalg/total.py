@@ -1,4 +1,4 @@
-"""A sum of gradients as one linear map: what a step brings and what earlier ones left unsent."""
+"""A sum of gradients as one linear map, such as a step's gradient plus the residual."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outergrad.linalg.product import Product, unit_of
 
 @dataclass(frozen=True)
 class Total:
-    """The gradient `scale_G * sum(weight_G * part)`, without copying the parts side by side.
+    """The gradient `scale_G * sum(weight_G * part)`, without concatenating the parts.
 
     Attributes:
         parts: all of one shape.
@@ -27,54 +27,54 @@ class Total:
 
     @property
     def inputs(self) -> int:
-        """I."""
+        """Number of columns, I."""
         return self.parts[0].inputs
 
     @property
     def outputs(self) -> int:
-        """O."""
+        """Number of rows, O."""
         return self.parts[0].outputs
 
     @property
     def largest_rank(self) -> int:
-        """The rank that the gradient can have at most."""
+        """Upper bound of the gradient's rank."""
         return min(sum(part.largest_rank for part in self.parts), self.inputs, self.outputs)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it is computed in."""
+        """Dtype of the computation."""
         return reduce(torch.promote_types, (part.dtype for part in self.parts))
 
     def times(self, q_GIK: Tensor) -> Tensor:
-        """`dW q`, (G, O, K), without the scale."""
+        """Returns `dW q`, (G, O, K), without the scale."""
         return self._sum([part.times(q_GIK.to(part.dtype)) for part in self.parts])
 
     def transposed_times(self, p_GOK: Tensor) -> Tensor:
-        """`dWᵀ p`, (G, I, K), without the scale."""
+        """Returns `dWᵀ p`, (G, I, K), without the scale."""
         return self._sum([part.transposed_times(p_GOK.to(part.dtype)) for part in self.parts])
 
     def transposed(self) -> Total:
-        """The same sum with inputs and outputs exchanged."""
+        """Returns the sum with inputs and outputs exchanged."""
         return Total(tuple(part.transposed() for part in self.parts), self.weights, self.scale_G)
 
     def without(self, p_GOK: Tensor) -> Total:
-        """The rest `(1 - p pᵀ) dW`; see `Product.without`."""
+        """Returns the remainder `(1 - p pᵀ) dW`; see `Product.without`."""
         parts = tuple(part.without(p_GOK.to(part.dtype)) for part in self.parts)
         return Total(parts, self.weights, self.scale_G)
 
     @property
     def unit(self) -> float:
-        """As `Product.unit`."""
+        """Divisor of norms before they are squared, as `Product.unit`."""
         return unit_of(self.scale_G, self.dtype)
 
     def energy(self, unit: float = 1.0) -> Tensor:
-        """The squared Frobenius norm, (G,), float64, in squares of a unit."""
+        """Squared Frobenius norm, (G,), float64, in squares of a unit."""
         if all(part.d_GNO is not None for part in self.parts):
             return self._stacked().energy(unit)
         return Product(self.formed(), None, self.scale_G).energy(unit)
 
     def formed(self) -> Tensor:
-        """The gradient itself, (G, O, I), without the scale."""
+        """Returns the gradient itself, (G, O, I), without the scale."""
         return self._sum([part.formed().a_GNI for part in self.parts])
 
     def _stacked(self) -> Product:
@@ -94,7 +94,7 @@ class Total:
 
 
 def total(*parts: Product) -> Product | Total:
-    """The sum of gradients of one shape; a single one is its own sum."""
+    """Returns the sum of gradients of one shape; a single gradient is returned unchanged."""
     if len(parts) == 1:
         return parts[0]
     if all(part.scale_G is parts[0].scale_G for part in parts):

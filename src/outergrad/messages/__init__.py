@@ -1,1 +1,1 @@
-"""What bytes mean: headers, layouts of rows, votes, checksums."""
+"""Byte formats of messages: headers, layouts of payloads, votes, checksums."""

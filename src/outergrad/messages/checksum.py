@@ -1,4 +1,4 @@
-"""A number that changes with what is in a message."""
+"""Checksums of messages and tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PRIME = (1 << 61) - 1
 
 
 class Digest:
-    """A number that is computed when somebody asks for it, by whichever thread.
+    """A number that is computed on first use, by any thread.
 
     Args:
         compute: computes it; called once.
@@ -28,22 +28,22 @@ class Digest:
 
     def __int__(self) -> int:
         if self._compute is not None:
-            with self._lock:
+            with self._lock:  # another thread may have computed it in the meantime
                 if self._compute is not None:
                     self._found, self._compute = int(self._compute()), None
         return self._found
 
 
 class SummedRoom:
-    """A tensor in a room of equal runs of words, zeros behind it: its checksum is three calls.
+    """A tensor stored as equal runs of words, padded with zeros: its checksum takes three calls.
 
     The words of each run are summed, modulo 2^64, and the sums with odd weights: a change of a
     single word is always seen, and so is an exchange of words of different runs. Runs are read
-    one after another, which takes half as long as columns do where the room is in no cache.
+    one after another, which takes half as long as columns do where the tensor is in no cache.
 
     Args:
-        like: of the dtype and the device that it gets.
-        size: its elements.
+        like: gives the dtype and the device.
+        size: number of elements.
 
     Attributes:
         tensor: 1-D, zeros at first.
@@ -56,19 +56,19 @@ class SummedRoom:
         self.tensor = self._words.view(-1).view(like.dtype)[:size]
 
     def checksum(self) -> Digest:
-        """Of all bytes as they are now; the sums of runs are added up when somebody asks."""
+        """Checksum of the current bytes: sums the runs now, combines them on first use."""
         sums, weights = self._words.sum(dim=1), self._weights
         return Digest(lambda: (sums * weights).sum())
 
 
 def checksum(t: Tensor) -> Tensor:
-    """Of all bytes of a contiguous tensor, as an int64 scalar on its device.
+    """Checksum of the bytes of a contiguous tensor, as an int64 scalar on its device.
 
     Words are summed in columns, modulo 2^64, and the sums with odd weights: a change of a single
     word is always seen, and so is an exchange of words of different columns. It costs one pass.
     """
     flat = t.view(-1).view(torch.uint8)
-    flat = flat if flat.storage_offset() % 8 == 0 else flat.clone()
+    flat = flat if flat.storage_offset() % 8 == 0 else flat.clone()  # int64 views need alignment
     size = len(flat) // 8 * 8
     words, tail = flat[:size].view(torch.int64), flat[size:]
     whole = size // 8 // _COLUMNS * _COLUMNS
@@ -79,12 +79,12 @@ def checksum(t: Tensor) -> Tensor:
 
 @cache
 def _odd(count: int, device: torch.device) -> Tensor:
-    """The first odd numbers; there are about as many as columns."""
+    """The first odd numbers, cached; only about as many lengths as columns occur."""
     return torch.arange(1, 2 * count, 2, device=device)
 
 
 def combined(checksums: Iterable[SupportsInt]) -> int:
-    """One number of several, which fits into an int64; a change of any bit of one is seen in it."""
+    """Combines checksums to one that fits into an int64; it changes if any bit of one changes."""
     found = 0
     for one in checksums:
         found = (31 * found + int(one)) % _PRIME
@@ -92,7 +92,7 @@ def combined(checksums: Iterable[SupportsInt]) -> int:
 
 
 def sum_of_bits(t: Tensor) -> int:
-    """Another, but for chance, if any element of the tensor is another; of any strides."""
+    """Sum of the elements' bits, of any strides; differs, but for chance, if any element does."""
     own = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return int(own.view(words[own.element_size()]).sum())

@@ -1,4 +1,4 @@
-"""The header that starts a step: what each site says of it before anything else is sent."""
+"""Headers: each site's announcement of a step, exchanged before anything else is sent."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from outergrad.messages.checksum import combined
 MAGIC = 0x6F757465726704  # "outerg", version 4 of the format
 _FIXED_WORDS = 64
 KNOWN = 4
-"""Words of a header and of a vote, at the start, that whoever reads them knows beforehand."""
+"""Number of leading words of a header or vote that its reader knows beforehand."""
 RANK = 3
-"""Which of them is the sender."""
+"""Index of the word that holds the sender."""
 _SUM = 8
 _BITS = 9
-"""Words of a header before those that say which parameters are used."""
+"""Number of words before those that say which parameters are used."""
 _PER_WORD = 60
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""The dtypes that factors travel in, by code."""
+"""Dtypes that factors are sent in, by code."""
 MOST_ROWS = 1 << 41
-"""Above what a site may say of rows and of bytes; what it says of a weight is below 2^53."""
+"""Upper bound, exclusive, of numbers of rows and of bytes in a header; of a weight it is 2^53."""
 _MOST_WEIGHT = 1 << 53
 _MOST_JOINT = 1 << 31
 
 
 class Join(IntEnum):
-    """Where a site is in `session.join()`; every header says it."""
+    """State of a site's loop in `session.join()`; part of every header."""
 
     NONE = 0
     INSIDE = 1
     OUT = 2
-    """It has no batch left and only takes part in the steps of the others."""
+    """The site has no batch left and only takes part in the steps of the others."""
     GONE = 3
-    """Its loop raised: this is the last step that it takes part in."""
+    """The site's loop raised: this is the last step that it takes part in."""
 
 
 @dataclass(frozen=True)
 class SlotUse:
-    """How a slot is used in one step on one site.
+    """Use of a slot in one step on one site.
 
     Attributes:
-        rows: N, exact where tapped; where not, what was last seen, for the next step's choice.
-        tapped: whether its factors will be captured.
+        rows: N, exact where tapped; otherwise the last known number, for the next step's choice.
+        tapped: whether the slot's factors will be captured.
         dtype: of its deltas.
     """
 
@@ -60,7 +60,7 @@ class SlotUse:
     dtype: torch.dtype
 
     def encode(self) -> int:
-        """One word of the header."""
+        """Returns the use as one word of the header."""
         return self.rows << 4 | DTYPES.index(self.dtype) << 1 | int(self.tapped)
 
     @staticmethod
@@ -68,7 +68,7 @@ class SlotUse:
         """The inverse of `encode`.
 
         Raises:
-            ValueError: the rows or the dtype cannot be.
+            ValueError: the rows or the dtype are impossible.
         """
         rows, code = bounded("rows:", word >> 4, MOST_ROWS), word >> 1 & 7
         dtype = DTYPES[bounded("a dtype of number", code, len(DTYPES))]
@@ -77,12 +77,12 @@ class SlotUse:
 
 @dataclass(frozen=True)
 class BlockUse(SlotUse):
-    """How a block is used: its rows are the bytes that the site sends of it."""
+    """Use of a block; `rows` is the number of bytes that the site sends of it."""
 
     dtype: torch.dtype = torch.uint8
 
     def encode(self) -> int:
-        """One word of the header."""
+        """Returns the use as one word of the header."""
         return self.rows << 1 | int(self.tapped)
 
     @staticmethod
@@ -90,27 +90,27 @@ class BlockUse(SlotUse):
         """The inverse of `encode`.
 
         Raises:
-            ValueError: so many bytes cannot be.
+            ValueError: the number of bytes is impossible.
         """
         return BlockUse(bounded("bytes of a block:", word >> 1, MOST_ROWS), bool(word & 1))
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a site says of a step before anything else is sent.
+    """A site's announcement of a step, sent before anything else.
 
     Attributes:
         fingerprint: of the model, the method and the versions, as agreed by `distribute`.
-        step: synchronised steps before this one.
+        step: number of synchronised steps before this one.
         rank: the sender.
         used: per parameter, whether this site has a gradient for it.
         uses: per slot, and behind these per block, how this site uses it.
-        alone: whether no other session of this site shares the group: only then may later steps
-            leave their headers out, which tell sessions apart.
-        joint: how many deltas are averaged below shared parts, and a fingerprint of their shapes.
-        weight: how much this site's gradient counts beside the others'.
-        join: where this site is in `session.join()`.
-        buffers: per buffer that the sites share, whether forwards wrote to it on this site.
+        alone: whether no other session of this site shares the group. Only then may later steps
+            omit their headers, which tell sessions apart.
+        joint: number of averaged deltas below shared parts, and a fingerprint of their shapes.
+        weight: relative weight of this site's gradient in the mean.
+        join: state of this site's loop in `session.join()`.
+        buffers: per shared buffer, whether a forward wrote to it on this site.
     """
 
     fingerprint: int
@@ -125,29 +125,29 @@ class Header:
     buffers: tuple[bool, ...] = ()
 
     def of_step(self, step: int) -> Header:
-        """The same of another step; quicker than `replace`, because nothing is checked anew."""
+        """Returns the header with another step; faster than `replace`, since it checks nothing."""
         other = object.__new__(Header)
         vars(other).update(vars(self), step=step)
         return other
 
     @property
     def facts(self) -> tuple[Hashable, ...]:
-        """What the plan of a step depends on."""
+        """Fields that the plan of a step depends on."""
         return self.uses, self.about_loop
 
     @property
     def about_loop(self) -> tuple[Hashable, ...]:
-        """What of it is not about rows."""
+        """Fields among `facts` that do not concern rows."""
         return self.used, self.alone, self.weight, self.join, self.buffers
 
     @property
     def length(self) -> int:
-        """In words; small models share one, so that a mix-up is seen, not fatal."""
+        """Number of words, rounded up: equal for small models, so that a mix-up is detected."""
         flags = words_for(len(self.used)) + words_for(len(self.buffers))
         return math.ceil((_BITS + flags + len(self.uses)) / _FIXED_WORDS) * _FIXED_WORDS
 
     def words(self) -> list[int]:
-        """Its int64 words."""
+        """Returns the header as int64 words."""
         fixed = [MAGIC, self.fingerprint, self.step, self.rank, int(self.alone) | self.join << 1]
         words = [*fixed, self.weight, *self.joint, 0, *bit_words(self.used)]
         words += [*bit_words(self.buffers), *(use.encode() for use in self.uses)]
@@ -157,11 +157,11 @@ class Header:
 
     @staticmethod
     def parse(words: Sequence[int], expected: Header, rank: int) -> Header:
-        """Another site's header, checked against this site's own.
+        """Parses another site's header and checks it against this site's own.
 
         Raises:
-            ExchangeError: it is not the header of the same step of the same session, or says what
-                cannot be.
+            ExchangeError: it is not the header of the same step of the same session, or has invalid
+                values.
         """
         if len(words) != expected.length:
             raise ExchangeError(f"site {rank} sent a header of {len(words)} words")
@@ -211,10 +211,10 @@ def _check_join(rank: int, join: Join, expected: Header) -> None:
 
 
 def bounded(what: str, value: int, most: int) -> int:
-    """A number that another site sent, if it is at least 0 and below `most`.
+    """Returns a number that another site sent, if it is at least 0 and below `most`.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not; the error begins with `what`.
     """
     if not 0 <= value < most:
         raise ValueError(f"{what} {value}")
@@ -222,22 +222,22 @@ def bounded(what: str, value: int, most: int) -> int:
 
 
 def digest(words_S: Sequence[Sequence[int]]) -> int:
-    """Of the headers of all sites: where it differs, a site sent different ones."""
+    """Digest of all sites' headers; differs between sites that received different ones."""
     return combined(words[_SUM] for words in words_S)
 
 
 def sum_of_words(words: Sequence[int]) -> int:
-    """A checksum of int64 words, which sees every change within 32 bits in a row."""
+    """Checksum of int64 words, which detects every change within 32 consecutive bits."""
     return zlib.crc32(struct.pack(f"{len(words)}q", *words))
 
 
 def words_for(count: int) -> int:
-    """How many words that many flags take."""
+    """Number of words that `count` flags take."""
     return math.ceil(count / _PER_WORD)
 
 
 def bit_words(flags: Sequence[bool]) -> list[int]:
-    """Flags as int64 words, the first in the lowest bit."""
+    """Packs flags into int64 words, the first in the lowest bit."""
     parts = (flags[i : i + _PER_WORD] for i in range(0, len(flags), _PER_WORD))
     return [sum(map((1).__lshift__, compress(range(len(part)), part))) for part in parts]
 

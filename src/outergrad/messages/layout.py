@@ -1,4 +1,4 @@
-"""Where the preamble, whole gradients and payloads stand in one message."""
+"""Layout of one message: the positions of its preamble, whole gradients and payloads."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from outergrad.core.types import Source
 from outergrad.messages.wire import Piece
 
 _LARGE = 1 << 16
-"""Numbers of a field that is decoded by itself: to copy it would take longer than a call."""
+"""Size of a field above which it is decoded alone: a copy would take longer than a call."""
 
 
 class Layout:
-    """A message of a preamble, of whole gradients (the extras), and of payloads.
+    """Layout of a message: a preamble, whole gradients (the extras), and payloads.
 
-    Extras of one dtype stand side by side, so that they can be added in one piece.
+    Extras of one dtype are contiguous, so that they can be added in one call.
 
     Args:
         start: length of the preamble, bytes.
-        extras: parameters, by name, whose gradients it holds whole.
+        extras: parameters, by name, whose gradients the message holds whole.
         pieces: its payloads.
 
     Attributes:
@@ -66,18 +66,18 @@ class Layout:
         self._together = _together(self._all_fields)
 
     def _spot(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Spot:
-        """The place of the next tensor, behind those before it."""
+        """Reserves the position of the next tensor, behind those before it."""
         start = self.nbytes
         self.nbytes += aligned(math.prod(shape) * dtype.itemsize)
         strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         return _Spot(shape, strides, start // dtype.itemsize, dtype)
 
     def flats(self, message: Tensor) -> list[Tensor]:
-        """The extras, a flat view per dtype."""
+        """Returns the extras of a message, as one flat view per dtype."""
         return [spot.view(message.view(spot.dtype)) for spot in self._flats]
 
     def by_name(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Views of such flat tensors, each extra in its own shape."""
+        """Returns views of flat tensors like those of `flats`, each extra in its own shape."""
         views: dict[str, Tensor] = {}
         for members, flat in zip(self._extras, flats, strict=True):
             parts = flat.split([p.numel() for p in members.values()])
@@ -86,11 +86,11 @@ class Layout:
         return views
 
     def views(self, message: Tensor) -> list[PieceView | None]:
-        """Each payload, to be filled or read; None where there is nothing."""
+        """Returns views of each payload, to be filled or read; None where a piece has no rows."""
         typed = {dtype: message.view(dtype) for dtype in self._dtypes}
         start = {dtype: t.storage_offset() for dtype, t in typed.items()}
         tensors = iter(
-            [  # without a call for each
+            [  # inlines `_Spot.view`: a call for each tensor is slower
                 typed[dtype].as_strided(shape, strides, start[dtype] + offset)
                 for shape, strides, offset, dtype in self._spots
             ]
@@ -102,20 +102,20 @@ class Layout:
         ]
 
     def filled(self, message: Tensor, kind: type[Source]) -> list[tuple[Piece, PieceView]]:
-        """What there is of slots, or of blocks, with its place in a message."""
+        """Returns the non-empty payloads of slots, or of blocks, with their views in a message."""
         pairs = zip(self.pieces, self.views(message), strict=True)
         return [(p, view) for p, view in pairs if view is not None and isinstance(p.slot, kind)]
 
     def gradients(self, message: Tensor, site: int | None = None) -> list[Arrived | None]:
-        """What it holds: views of it where they are not encoded; None where there is nothing.
+        """Reads the payloads: views of the message where not encoded; None where there is nothing.
 
         Args:
-            message: as it came.
-            site: who sent it; None for this one, of which an error is its own.
+            message: as received.
+            site: the sender; None for this site, whose errors are its own.
 
         Raises:
-            RefusedError: that of another site cannot be read.
-            ValueError: this site's holds ids that no row of their table has.
+            RefusedError: another site's message cannot be read.
+            ValueError: this site's message holds ids outside their table.
         """
         try:
             return self._read(self.views(message))
@@ -126,7 +126,7 @@ class Layout:
             raise RefusedError(what, site) from error
 
     def _read(self, views: Sequence[PieceView | None]) -> list[Arrived | None]:
-        """Each payload; small fields that went through the same codecs are decoded in one go."""
+        """Reads each payload; small fields with the same codecs are decoded together."""
         written = [tensors for view in views if view is not None for tensors in view.written]
         found = [tensors[0] for tensors in written]
         for codecs, places in self._together:
@@ -142,7 +142,7 @@ class Layout:
 
 
 def _together(fields: Sequence[Field]) -> list[tuple[Codecs, list[int]]]:
-    """Places of encoded fields, those of the same codecs; a large one takes longer to copy."""
+    """Indices of encoded fields, grouped by codecs; a large field is alone, to save its copy."""
     found: dict[object, tuple[Codecs, list[int]]] = {}
     for k, field in enumerate(fields):
         if field.codecs:
@@ -155,7 +155,7 @@ def _together(fields: Sequence[Field]) -> list[tuple[Codecs, list[int]]]:
 def gradients_of(
     layouts: Sequence[Layout], messages: Sequence[Tensor], rank: int
 ) -> list[list[Arrived | None]]:
-    """What every site's message holds, as `Layout.gradients` says.
+    """Reads every site's message with `Layout.gradients`.
 
     Args:
         layouts: of the messages.
@@ -167,7 +167,7 @@ def gradients_of(
 
 
 class _Spot(NamedTuple):
-    """A contiguous tensor within a message; `start` counts its own elements."""
+    """Position of a contiguous tensor within a message; `start` counts elements of its dtype."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -175,7 +175,6 @@ class _Spot(NamedTuple):
     dtype: torch.dtype
 
     def view(self, typed: Tensor) -> Tensor:
-        """Of the message, seen as the dtype."""
         start = typed.storage_offset() + self.start
         return typed.as_strided(self.shape, self.strides, start)
 
@@ -184,12 +183,12 @@ class PieceView:
     """One payload of a message, as views of it.
 
     Args:
-        piece: what it is.
+        piece: description of the payload.
         fields: of the piece.
-        written: the tensors that each of them is written as.
+        written: per field, views of the tensors that it is written as.
 
     Attributes:
-        written: the same.
+        written: as above.
     """
 
     def __init__(
@@ -198,24 +197,23 @@ class PieceView:
         self._piece, self._fields, self.written = piece, fields, written
 
     def fill(self, payload: Payload) -> None:
-        """Writes a payload into zeros; one of fewer rows than agreed leaves some."""
+        """Writes a payload into zeros; one of fewer rows than agreed leaves zeros behind it."""
         for field, views, t in zip(self._fields, self.written, payload, strict=False):
             if t is not None:
                 for view, part in zip(views, _parts(field, t), strict=True):
                     _leading(view, part.shape).copy_(part)
 
     def read(self) -> Arrived:
-        """What was written: views where it was not encoded."""
+        """Returns the payload's gradient; it consists of views where it was not encoded."""
         pairs = zip(self._fields, self.written, strict=True)
         return self.holding([decode(f.codecs, views, f.shape, f.dtype) for f, views in pairs])
 
     def holding(self, tensors: Sequence[Tensor]) -> Arrived:
-        """What the fields hold, of which these tensors were decoded."""
+        """Returns the payload's gradient from decoded fields."""
         return self._piece.form.read(tensors, self._piece.slot, self._piece.rows)
 
 
 def _parts(field: Field, t: Tensor | Encoded) -> Sequence[Tensor]:
-    """What is written of a tensor."""
     if isinstance(t, Encoded):
         return t.written
     if not field.codecs:
@@ -225,5 +223,4 @@ def _parts(field: Field, t: Tensor | Encoded) -> Sequence[Tensor]:
 
 
 def _leading(view: Tensor, shape: torch.Size) -> Tensor:
-    """The first rows of a tensor, as many as there are of each dimension."""
     return view if view.shape == shape else view[tuple(map(slice, shape))]

@@ -1,12 +1,12 @@
-"""The places of k of n entries in few bytes, whose number follows from n and k alone.
+"""Compact encoding of k of n indices ("places"), whose length follows from n and k alone.
 
 A place is split into its b lowest bits and the rest, the number of a chunk of 2^b entries. The
-lowest bits are written as they are. How many places each chunk has is written in unary, all chunks
-together: a one per place and a zero per step to the next chunk (Elias, 1974; Fano, 1971). That is
-`k (b + 1) + n / 2^b` bits. At a density of 1% it is 8.6 bits per place, where 8.1 is the least
-possible; 12 bits and a count per chunk of 4096 would be 12.3. It is never more than 0.8 bits per
-place above the least, but for a few bytes, at densities up to a quarter. Where a bit for each
-entry is less, a bitmap is written. Where all entries are meant, or none, nothing is.
+lowest bits are written unchanged. The number of places in each chunk is written in unary, all
+chunks together: a one per place and a zero per step to the next chunk (Elias, 1974; Fano, 1971).
+That is `k (b + 1) + n / 2^b` bits. At a density of 1% it is 8.6 bits per place, where 8.1 is the
+least possible; 12 bits and a count per chunk of 4096 would be 12.3. It is never more than 0.8 bits
+per place above the least, but for a few bytes, at densities up to a quarter. Where a bitmap of all
+entries is shorter, it is written instead. If all entries or none are selected, nothing is written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BITMAP = -1
 
 
 def nbytes(n: int, k: int) -> int:
-    """How many bytes the places of k of n entries take.
+    """Number of bytes that the places of k of n entries take.
 
     Raises:
         ValueError: not 0 <= k <= n.
@@ -31,14 +31,14 @@ def nbytes(n: int, k: int) -> int:
 
 
 def packed(indices_K: Tensor, n: int) -> Tensor:
-    """Places as bytes, uint8, on their device.
+    """Encodes places as bytes, uint8, on their device.
 
     Args:
         indices_K: distinct, sorted, below n, int64.
-        n: entries that there are.
+        n: number of entries.
 
     Raises:
-        ValueError: they are not.
+        ValueError: the places are not distinct, sorted and below n.
     """
     k = len(indices_K)
     b = _low_bits(n, k)
@@ -53,12 +53,12 @@ def packed(indices_K: Tensor, n: int) -> Tensor:
 
 
 def unpacked(content: Tensor, n: int, k: int) -> Tensor:
-    """The places that `packed` wrote, int64, (k,): distinct, sorted and below n.
+    """Decodes the places that `packed` wrote, int64, (k,): distinct, sorted and below n.
 
     Args:
         content: bytes, which may be damaged.
-        n: entries that there are.
-        k: how many of them are meant.
+        n: number of entries.
+        k: number of places.
 
     Raises:
         ValueError: these are not the bytes of k places below n.
@@ -83,7 +83,7 @@ def unpacked(content: Tensor, n: int, k: int) -> Tensor:
 
 
 def block_nbytes(n: int, k: int, block: int) -> int:
-    """How many bytes the places of `top_blocks(flat, k, block)` take, as numbers of blocks.
+    """Bytes of the places of `top_blocks(flat, k, block)`, as numbers of blocks.
 
     Raises:
         ValueError: as `blocks_of`.
@@ -93,19 +93,19 @@ def block_nbytes(n: int, k: int, block: int) -> int:
 
 
 def packed_blocks(blocks_B: Tensor, n: int, block: int) -> Tensor:
-    """The numbers of blocks of a gradient of n entries as bytes; raises as `packed`."""
+    """Encodes numbers of blocks of a gradient of n entries as bytes; raises as `packed`."""
     return packed(blocks_B, -(-n // block))
 
 
 def unpacked_blocks(content: Tensor, n: int, k: int, block: int) -> Tensor:
-    """The numbers of blocks; `selection.entries_of` has their entries. Raises as `unpacked`."""
+    """Decodes numbers of blocks for `selection.entries_of`; raises as `unpacked`."""
     chosen, _ = blocks_of(n, k, block)
     return unpacked(content, -(-n // block), chosen)
 
 
 @lru_cache(maxsize=4096)
 def _low_bits(n: int, k: int) -> int:
-    """B of the fewest bytes, or that of a bitmap; the smaller of equals."""
+    """The b with the fewest bytes, or _BITMAP; the smaller of equals."""
     if not 0 <= k <= n:
         raise ValueError(f"{k} places of {n} entries; use a number from 0 to {n}")
     return min(range(_BITMAP, n.bit_length() + 1), key=lambda b: _size(n, k, b))
@@ -129,7 +129,7 @@ def _bytes(bits: int) -> int:
 
 
 def _objection(indices_K: Tensor, n: int) -> str | None:
-    """What is wrong with places that should be distinct, sorted and below n."""
+    """Describes why places are not distinct, sorted and below n; None if they are."""
     if not len(indices_K):
         return None
     in_order = (indices_K[1:] > indices_K[:-1]).all()
@@ -146,10 +146,10 @@ def _flags(places: Tensor, count: int) -> Tensor:
 
 
 def _ones(content: Tensor, bits: int, k: int) -> Tensor:
-    """The places of the ones among so many bits.
+    """Places of the ones among the first `bits` bits.
 
     Raises:
-        ValueError: they are not k.
+        ValueError: their number is not k.
     """
     ones = _unpacked_bits(content, bits).nonzero().view(-1)
     if len(ones) != k:
@@ -158,7 +158,7 @@ def _ones(content: Tensor, bits: int, k: int) -> Tensor:
 
 
 def _packed_low(indices_K: Tensor, b: int) -> Tensor:
-    """The lowest b bits: whole bytes first, then what is left, bit after bit of all places."""
+    """The lowest b bits: whole bytes first, then the other bits, each for all places in turn."""
     whole = [(indices_K >> s).to(torch.uint8) for s in range(0, b // 8 * 8, 8)]
     rest = [_packed_bits((indices_K >> s).to(torch.uint8) & 1) for s in range(b // 8 * 8, b)]
     return torch.cat([*whole, *rest, indices_K.new_empty(0, dtype=torch.uint8)])
@@ -175,7 +175,7 @@ def _unpacked_low(content: Tensor, k: int, b: int) -> Tensor:
 
 
 def _packed_bits(flags: Tensor) -> Tensor:
-    """Zeros and ones, uint8, as bytes of eight, the first in the lowest bit."""
+    """Packs zeros and ones, uint8, into bytes, the first in the lowest bit."""
     padded = torch.nn.functional.pad(flags, (0, -len(flags) % 8)).view(-1, 8)
     found = padded[:, 0].clone()
     for i in range(1, 8):
@@ -184,7 +184,6 @@ def _packed_bits(flags: Tensor) -> Tensor:
 
 
 def _unpacked_bits(content: Tensor, count: int) -> Tensor:
-    """The first so many bits, uint8."""
     flags = torch.empty(len(content), 8, dtype=torch.uint8, device=content.device)
     for i in range(8):
         flags[:, i] = (content >> i) & 1

@@ -1,4 +1,4 @@
-"""Tensors as bytes, and bytes as tensors."""
+"""Conversion between tensors and bytes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _CHUNK_BYTES = 1 << 26
 
 
 ORDINARY = {Tensor, nn.Parameter}
-"""Types of tensors that are no subclasses with a meaning of their own."""
+"""Tensor types without a meaning of their own."""
 _USUAL_DISPATCH = getattr(Tensor, "__torch_dispatch__")  # noqa: B009  # pyright would bind it
 
 
 def annotates(kind: type) -> bool:
-    """Whether PyTorch computes with tensors of a type, and not the type itself."""
+    """True if PyTorch computes with this type: it has no `__torch_dispatch__` of its own."""
     return getattr(kind, "__torch_dispatch__", None) is _USUAL_DISPATCH
 
 
 def has_elements(t: Tensor) -> bool:
-    """Whether a tensor is a row of elements, which can be sent and overwritten.
+    """True if a tensor is an array of elements, which can be sent and overwritten.
 
-    Sparse, nested and quantized ones are not, nor those of oneDNN and of most subclasses.
+    Sparse, nested and quantized tensors are not, nor those of oneDNN and of most subclasses.
     """
     kind = type(t)
     if not (kind in ORDINARY or annotates(kind) or kind.__name__ == "DTensor"):
@@ -33,10 +33,10 @@ def has_elements(t: Tensor) -> bool:
 
 
 def parts_of(t: Tensor) -> list[Tensor]:
-    """What a tensor is made of that has no elements of its own.
+    """Returns the tensors with elements that a tensor is composed of.
 
     Raises:
-        TypeError: that cannot be known.
+        TypeError: its components cannot be determined.
     """
     if has_elements(t):
         return [t]
@@ -61,7 +61,7 @@ def parts_of(t: Tensor) -> list[Tensor]:
 
 
 def resolved(t: Tensor) -> Tensor:
-    """The same numbers as they stand in memory: a conjugate or negative view is computed."""
+    """Returns the tensor without lazy conjugation or negation: such views are computed."""
     return t.resolve_conj().resolve_neg() if t.is_conj() or t.is_neg() else t
 
 
@@ -75,22 +75,22 @@ def overwrite(t: Tensor, value: Tensor) -> None:
 
 
 def raw(t: Tensor) -> Tensor:
-    """The bytes of a tensor's elements, in their order."""
+    """Returns the bytes of a tensor's elements, in their order."""
     return resolved(t).detach().contiguous().view(-1).view(torch.uint8)
 
 
 def from_raw(part: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """A tensor of such bytes."""
-    return part.clone().view(dtype).view(shape)  # a copy is aligned for any dtype
+    """The inverse of `raw`."""
+    return part.clone().view(dtype).view(shape)  # clone: memory that is aligned for any dtype
 
 
 def as_tensor(content: bytes) -> Tensor:
-    """Bytes in memory of their own."""
+    """Copies bytes into a uint8 tensor."""
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def digest(content: bytes, tensors: Iterable[Tensor] = ()) -> int:
-    """62 bits of the SHA-256 of all bytes, so that it is an int64."""
+    """62 bits of the SHA-256 of all bytes, so that the result is an int64."""
     found = hashlib.sha256(content)
     for t in tensors:
         found.update(raw(t).cpu().numpy().data)
@@ -98,7 +98,7 @@ def digest(content: bytes, tensors: Iterable[Tensor] = ()) -> int:
 
 
 def in_chunks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Tensors in groups of bounded size, one message each."""
+    """Groups tensors into messages of bounded size."""
     chunks: list[list[Tensor]] = []
     left = 0
     for t in tensors:

@@ -1,4 +1,4 @@
-"""How each site fared in a step: what all sites exchange before any of them lets it count."""
+"""Votes: each site's verdict on a step, exchanged to decide whether the step counts."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ MEAN_DELTAS = "the mean deltas below a site's own parts"
 
 
 class Verdict(IntEnum):
-    """What a site says of a step, from good to worst."""
+    """A site's verdict on a step, from good to worst."""
 
     GOOD = 0
-    """Everything has arrived, as it was sent."""
+    """All messages have arrived undamaged."""
     SURPRISED = 1
-    """Some batch was not what the plan was made for: again, with headers."""
+    """Some site's batch does not fit the plan: the step starts again, with headers."""
     BAD = 2
-    """Its own gradient is not finite."""
+    """The site's own gradient is not finite."""
     REFUSED = 3
-    """A message that reached it was not as it had been sent."""
+    """The site received a damaged message."""
     FAILED = 4
-    """Its backward raised."""
+    """The site's backward raised."""
     UNREPEATED = 5
-    """A block that it computed again gave another output than in the sender's forward."""
+    """The site's replay of a block gave another output than the sender's forward."""
     CHANGED = 6
-    """Its model is not what the sites agreed on."""
+    """The site's model is not what the sites agreed on."""
     DIFFERED = 7
-    """The step before, which sites had applied, was not the same for all of them."""
+    """The previous step, which sites had already applied, was not the same on all of them."""
     OVERWRITTEN = 8
-    """What makes its gradient was written to or freed before its message started."""
+    """Activations or deltas of its gradient were written to or freed before its message started."""
 
 
 @dataclass(frozen=True)
 class Subjects:
-    """What votes can be about, in the order in which they count it.
+    """Possible subjects of votes, in the order of their indices.
 
     Attributes:
-        params: names of parameters: about their gradients.
+        params: names of parameters, for votes about their gradients.
         buffers: names of buffers.
     """
 
@@ -51,11 +51,11 @@ class Subjects:
 
     @property
     def names(self) -> list[str]:
-        """Of all."""
+        """Names of all subjects."""
         return [*self.params, *self.buffers, MEAN_DELTAS]
 
     def words(self, index: int) -> str:
-        """What a message carried, behind "a message of site 1"."""
+        """Describes a message's content, to follow "a message of site 1"."""
         if index == NOTHING:
             return ""
         name = self.names[index]
@@ -67,16 +67,16 @@ class Subjects:
 
 @dataclass(frozen=True)
 class Vote:
-    """One site's.
+    """One site's vote on a step.
 
     Attributes:
         fingerprint: as in `Header`.
         step: as in `Header`.
         rank: the sender.
-        verdict: how it fared.
-        param: index of what this is about among its `Subjects`, or NOTHING.
-        site: whose message was refused, or NOTHING.
-        digest: of the messages and sums that this site has received: the same everywhere.
+        verdict: the sender's verdict.
+        param: index of the vote's subject among its `Subjects`, or NOTHING.
+        site: the sender of a refused message, or NOTHING.
+        digest: of the messages and sums that this site has received; equal on all sites.
     """
 
     fingerprint: int
@@ -88,7 +88,7 @@ class Vote:
     digest: int = 0
 
     def words(self) -> list[int]:
-        """Its int64 words; the sender stands where it stands in a header."""
+        """Returns the vote as int64 words; the sender has the same index as in a header."""
         own = [MAGIC, self.fingerprint, self.step, self.rank]
         words = [*own, int(self.verdict), self.param, self.site, self.digest]
         return [*words, sum_of_words(words[KNOWN:])]
@@ -101,18 +101,18 @@ class Vote:
         subjects: int = 1 << 31,
         sites: int = 1 << 31,
     ) -> Vote:
-        """Another site's, checked against this site's own.
+        """Parses another site's vote and checks it against this site's own.
 
         Args:
-            words: as they came.
+            words: as received.
             expected: this site's.
             rank: of the other site.
-            subjects: how many there are.
-            sites: how many there are.
+            subjects: number of possible subjects.
+            sites: number of sites.
 
         Raises:
-            ExchangeError: it is not a vote on the same step of the same session, or says what
-                cannot be.
+            ExchangeError: it is not a vote on the same step of the same session, or has invalid
+                values.
         """
         if len(words) != WORDS:
             raise ExchangeError(f"site {rank} sent a vote of {len(words)} words")

@@ -1,4 +1,4 @@
-"""Messages of factors: what stands in them, and before it. No pickle."""
+"""Preambles and pieces of messages of factors. No pickle."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from outergrad.messages.header import (
 )
 
 BUFFERS = 1 << 32
-"""In place of a bucket's index: the message of the buffers."""
+"""Bucket index of the message of the buffers."""
 DELTAS = 1 << 33
-"""And that of the first mean delta below a site's own parts; the others follow it."""
+"""Bucket index of the first mean delta below a site's own parts; the others follow it."""
 
 
 _LACKS = 2.0**-12
@@ -37,32 +37,32 @@ _LACKS_BIT = 1 << 8
 
 
 class State(IntEnum):
-    """How a site fares in a step; every message says it."""
+    """A site's state in a step; part of every message."""
 
     GOOD = 0
     SURPRISED = 1
-    """Its batch is not what the plan was made for: the step needs a plan of its own."""
+    """The site's batch does not fit the plan: the step needs a plan of its own."""
     BAD = 2
-    """Its gradient is not finite: the step is skipped."""
+    """The site's gradient is not finite: the step is skipped."""
     FAILED = 3
-    """Its backward raised: nothing of the step may be applied."""
+    """The site's backward raised: nothing of the step may be applied."""
 
     @property
     def is_void(self) -> bool:
-        """Whether it sends nothing that may be applied, also if all start again."""
+        """True if the site sends nothing that may be applied, even if the step starts again."""
         return self in (State.BAD, State.FAILED)
 
     @staticmethod
     def of(surprised: float, void: float) -> State:
-        """From how many sites are; what is less than one speaks of parts that they lack."""
+        """Returns the worst state from summed `counts`; fractions of `surprised` are ignored."""
         return State.FAILED if void else State.SURPRISED if surprised > 0.5 else State.GOOD
 
     def counts(self, *, lacks: bool) -> tuple[float, float]:
-        """What a site adds to these numbers of surprised and of void ones.
+        """Returns a site's contribution to the summed counts of surprised and of void sites.
 
         Args:
-            lacks: whether it has nothing for a parameter that it had announced. The sum of up to
-                2,047 sites that lack something is less than one that is surprised.
+            lacks: whether it has no gradient for a parameter that it had announced. The sum of up
+                to 2,047 sites that lack something is less than one that is surprised.
         """
         return float(self == State.SURPRISED) + _LACKS * lacks, float(self.is_void)
 
@@ -72,12 +72,12 @@ class Piece:
     """One payload of a message.
 
     Attributes:
-        slot: the slot that it is of, or the block.
-        rows: R, or how many entries, or bytes.
+        slot: the slot or block of the payload.
+        rows: R, or the number of entries or bytes.
         dtype: of the numbers, before they are encoded.
-        bias: dtype of b_GO; None where it does not travel.
-        codecs: that the numbers go through.
-        form: what kind of payload it is.
+        bias: dtype of b_GO; None where it is not sent.
+        codecs: that the numbers are encoded with.
+        form: kind of the payload.
     """
 
     slot: Any
@@ -89,19 +89,19 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire; none without rows."""
+        """Bytes on the wire; 0 without rows."""
         written = (tensor for field in self.fields() for tensor in field.tensors())
         return sum(aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in written)
 
     def fields(self) -> list[Field]:
-        """The tensors that it consists of; none without rows."""
+        """Returns the tensors that it consists of; none without rows."""
         own = (self.slot, self.rows, self.dtype, self.bias, self.codecs)
         return self.form.fields(*own) if self.rows else []
 
 
 @dataclass(frozen=True)
 class Preamble:
-    """What stands before the factors of a message, checked before they are believed.
+    """Start of a message of factors, checked before the rest is used.
 
     Attributes:
         fingerprint: as in `Header`.
@@ -110,9 +110,9 @@ class Preamble:
         rank: the sender.
         state: whether the sender could follow the plan.
         flags: per parameter of the bucket, whether it also has a gradient outside its factors.
-        wanted_rows: per slot of the bucket, how many rows the sender would send next time.
-        total: the checksum of its message, where it was read.
-        lacks: whether the sender has nothing for a parameter that it had announced.
+        wanted_rows: per slot of the bucket, the rows that the sender would like to send next time.
+        total: the checksum of its message, in a preamble that was read.
+        lacks: whether the sender has no gradient for a parameter that it had announced.
     """
 
     fingerprint: int
@@ -131,7 +131,7 @@ class Preamble:
 
     @property
     def said(self) -> int:
-        """A checksum of what stands in every message of its bucket, whoever it goes to."""
+        """Checksum of the fields that are equal in a bucket's messages to all sites."""
         return sum_of_words([self._state_word, *bit_words(self.flags), *self.wanted_rows])
 
     @staticmethod
@@ -140,7 +140,7 @@ class Preamble:
         return aligned(8 * (_FIXED + words_for(params) + slots))
 
     def write(self, message: Tensor) -> None:
-        """Puts it at the start of a message that has all else, with a checksum of that."""
+        """Writes the preamble into an otherwise complete message, with the message's checksum."""
         fixed = [MAGIC, self.fingerprint, self.step, self.bucket, self.rank, self._state_word, 0]
         words = torch.tensor([*fixed, *bit_words(self.flags), *self.wanted_rows], dtype=torch.int64)
         message[: words.nbytes].copy_(words.view(torch.uint8))
@@ -148,17 +148,17 @@ class Preamble:
 
     @staticmethod
     def read(message: Tensor, expected: Preamble, rank: int) -> Preamble:
-        """The preamble of another site's message of the same bucket.
+        """Returns the preamble of another site's message of the same bucket.
 
         Raises:
-            RefusedError: the message belongs elsewhere, or is not as it was sent.
+            RefusedError: the message belongs elsewhere, or is damaged.
         """
         (words,) = _words_of([message], expected, rank)
         return Preamble._checked(words, expected, rank)
 
     @staticmethod
     def _checked(words: Sequence[int], expected: Preamble, rank: int) -> Preamble:
-        """The preamble of these words, with the checksum of the message behind them."""
+        """Parses a preamble's words; the last one is the computed checksum of the message."""
         *words, total = words
         ours = [MAGIC, expected.fingerprint, expected.step, expected.bucket, rank]
         if words[:5] != ours:
@@ -184,18 +184,22 @@ class Preamble:
 
 
 def read_all(messages: Sequence[Tensor], expected: Preamble) -> tuple[list[Preamble], State]:
-    """The preambles of all sites, checked, and the worst of their states."""
+    """Returns the checked preambles of all sites, and the worst of their states.
+
+    Raises:
+        RefusedError: a message belongs elsewhere, or is damaged.
+    """
     told = enumerate(_words_of(messages, expected))
     preambles = [Preamble._checked(words, expected, rank) for rank, words in told]
     return preambles, max(preamble.state for preamble in preambles)
 
 
 def _words_of(messages: Sequence[Tensor], expected: Preamble, first: int = 0) -> list[list[int]]:
-    """The words of each preamble, and the checksum of the message: for all one look at the device.
+    """Each preamble's words and its message's checksum; one transfer from the device for all.
 
     Args:
-        messages: of sites that follow each other.
-        expected: how long they are.
+        messages: of consecutive sites.
+        expected: a preamble of the same length.
         first: the first of these sites.
     """
     size = Preamble.nbytes(len(expected.flags), len(expected.wanted_rows))
@@ -213,31 +217,30 @@ def _named(bucket: int) -> str:
 
 
 _RANK, _BUCKET, _STATE, _SUM = 4, 3, 5, 6
-"""Which word of a preamble says so."""
+"""Indices of words in a preamble."""
 _FIXED = 7
 _FIXED_BYTES = 8 * _FIXED
-"""Of a preamble, before what depends on its bucket."""
+"""Bytes of a preamble before the part that depends on its bucket."""
 
 
 def _sum_of(message: Tensor) -> Tensor:
-    """Of its state and of all that follows, (1,): what stands before is known to who reads it."""
+    """Checksum of the state and everything behind it, (1,); the reader knows the words before."""
     state = message[8 * _STATE : 8 * _SUM].view(torch.int64)
     return checksum(message[_FIXED_BYTES:]) + state
 
 
 def _seal(message: Tensor) -> None:
-    """Puts in the checksum."""
     message[8 * _SUM : _FIXED_BYTES].view(torch.int64).copy_(_sum_of(message))
 
 
 def as_from(rank: int, message: Tensor, size: int) -> Tensor:
-    """What a site would send that does the same as this one: a copy that names it as its sender.
+    """Returns this site's message as another site would send it: a copy with that site's rank.
 
     Args:
         rank: of that site.
         message: this site's, 1-D: a header (int64), or bytes with a preamble or without.
-        size: how long that site's is. Where it holds something else, being of another length or
-            what this site has merged, all but the fixed words of the preamble is zeros.
+        size: length of that site's message. If its content would differ (another length, or rows
+            merged in a second round), everything but the preamble's fixed words is zeros.
     """
     copy = message.new_zeros(size)
     fixed = min(_FIXED_BYTES // message.itemsize, size, len(message))
@@ -255,6 +258,5 @@ def as_from(rank: int, message: Tensor, size: int) -> Tensor:
 
 
 def _is_second(message: Tensor) -> bool:
-    """Whether it is of a second round, in which every site sends what is its own to merge."""
     is_header = message.dtype == torch.int64
     return not is_header and bool(message[:_FIXED_BYTES].view(torch.int64)[_BUCKET] < 0)

@@ -1,1 +1,1 @@
-"""Methods: how gradients travel. A method is a frozen dataclass; its compressor does the work."""
+"""Methods of sharing gradients: frozen dataclasses of settings, and the compressors they make."""

@@ -1,4 +1,4 @@
-"""The method of every parameter, as a policy gives it, and the compressors of these."""
+"""Assignment of a method to every parameter, and one compressor per method."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from outergrad.methods.per_layer import Local, PerLayer
 
 
 def is_policy(method: Any) -> bool:
-    """Whether it says which method each parameter has."""
+    """True if the object is a policy, which gives every parameter a method."""
     return not isinstance(method, type) and callable(getattr(method, "method_of", None))
 
 
 def is_local(method: Any, name: str) -> bool:
-    """Whether what has this name is each site's own."""
+    """True if a policy gives this parameter or buffer the method `Local`."""
     return is_policy(method) and isinstance(method.method_of(name), Local)
 
 
@@ -31,7 +31,7 @@ def _no_method(value: object) -> str:
 
 
 class _Everywhere(Policy):
-    """One method of all parameters."""
+    """Policy that gives every parameter the same method."""
 
     def __init__(self, method: Method) -> None:
         self._method = method
@@ -44,19 +44,20 @@ class _Everywhere(Policy):
 
 
 class Assignment:
-    """Who has which method, and one compressor per method.
+    """Maps every parameter to its method, and holds one compressor per method.
 
     Args:
-        method: of the model, or a policy as `PerLayer`.
-        names: full names of the parameters.
-        buffers: of the buffers, which may be `og.Local()`, too.
+        method: Method of the whole model, or a policy such as `PerLayer`.
+        names: Full names of the parameters.
+        buffers: Full names of the buffers, which patterns of `og.Local()` may match, too.
 
     Attributes:
-        changes: whether methods may change while the model trains.
+        changes: True if methods may change during training.
 
     Raises:
-        ValueError: a parameter has no method, or a pattern no parameter.
-        TypeError: it is no method.
+        ValueError: A parameter has no method, its candidates contradict each other, a pattern
+            matches nothing, or every parameter is `og.Local()`.
+        TypeError: `method` is neither a method nor a policy.
     """
 
     def __init__(self, method: Any, names: Sequence[str], buffers: Sequence[str] = ()) -> None:
@@ -90,25 +91,25 @@ class Assignment:
         return method
 
     def is_local(self, name: str) -> bool:
-        """Whether the parameter is each site's own."""
+        """True if the parameter stays on each site and is not shared."""
         return isinstance(self._methods[name], Local)
 
     def every(self, name: str) -> int:
-        """At every how many-th synchronised backward the parameter travels."""
+        """Returns k: the parameter is shared at every k-th synchronised backward pass."""
         return getattr(self._methods[name], "every", 1)
 
     def takes_plain(self, name: str) -> bool:
-        """Whether some method of the parameter takes its formed gradient, without a rule."""
+        """True if a candidate method compresses formed gradients, for weights without a rule."""
         found = [self._compressor(method) for method in self._candidates[name]]
         return any(compressor is not None and compressor.takes_plain for compressor in found)
 
     def takes_vectors(self, name: str) -> bool:
-        """Whether every method of the parameter takes its formed gradient, if it is a vector."""
+        """True if every candidate method compresses the formed gradients of vectors."""
         found = [self._compressor(method) for method in self._candidates[name]]
         return all(compressor is not None and compressor.takes_vectors for compressor in found)
 
     def exchange_of(self, name: str) -> Compressor | None:
-        """What makes the gradient of the parameter global first; None where it travels dense."""
+        """Returns the compressor of the parameter's method in step 0; None if that has none."""
         return self._compressor(self._methods[name])
 
     def _compressor(self, method: Method) -> Compressor | None:
@@ -116,14 +117,14 @@ class Assignment:
 
     @property
     def compressors(self) -> list[Compressor]:
-        """One per method, in the order of the parameters."""
+        """One compressor per method, in the order of the parameters."""
         return [compressor for _, compressor in self._compressors if compressor is not None]
 
     def check_together(self, names: Sequence[str]) -> None:
-        """Checks that parameters which travel together have one method.
+        """Checks that parameters which have to travel together have the same candidate methods.
 
         Raises:
-            ValueError: they have several.
+            ValueError: They do not.
         """
         first, *others = names
         for name in others:
@@ -138,7 +139,7 @@ class Assignment:
         return ", then ".join(map(repr, self._candidates[name]))
 
     def units_of(self, units: Sequence[Unit]) -> list[tuple[Compressor, list[Unit]]]:
-        """Each compressor with the units that it may have."""
+        """Returns each compressor with the units for which its method is a candidate."""
         pairs = [(unit, self._candidates[unit.params[0]]) for unit in units]
         return [
             (compressor, [unit for unit, methods in pairs if method in methods])
@@ -147,15 +148,15 @@ class Assignment:
         ]
 
     def chooser(self, units: Sequence[Unit]) -> Chooser | None:
-        """What chooses for these units step by step, where the policy makes such."""
+        """Returns the policy's chooser of methods for these units; None if it has none."""
         make = getattr(self._policy, "chooser", None)
         return None if make is None else make(units, self._compressor)
 
     def choose(self, unit: Unit, step: int) -> Compressor:
-        """The compressor of a unit in a step.
+        """Returns the compressor of a unit in a step.
 
         Raises:
-            ValueError: its parameters have several methods, or one that is no candidate.
+            ValueError: Its parameters have different methods, or one that is not a candidate.
         """
         methods = {name: self._method(name, step) for name in unit.params}
         first, *others = unit.params
@@ -171,10 +172,10 @@ class Assignment:
 
 
 def _distinct(policy: Policy, name: str) -> list[Method]:
-    """The candidates of a parameter, each once.
+    """Returns the candidate methods of a parameter without duplicates.
 
     Raises:
-        ValueError: it has none, or they do not go together.
+        ValueError: There is none, or the candidates differ in being `Local` or in `every`.
     """
     found: list[Method] = []
     for method in policy.candidates(name):

@@ -1,4 +1,4 @@
-"""The dense method for transforms that need samples: layers are captured, and travel dense."""
+"""Dense method with captured layers, for transforms that need single samples."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from outergrad.methods.dense import Dense, DenseCompressor
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CapturedDense(Dense):
-    """As `Dense`, but the rows of layers are known to the site that captured them."""
+    """`Dense` with captured layers: each site knows the activations and deltas of its own rows."""
 
     def compressor(self) -> DenseCompressor:  # type: ignore[override]
-        """A new compressor."""
+        """Returns a new compressor."""
         return DenseCompressor()

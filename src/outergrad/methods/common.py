@@ -1,4 +1,4 @@
-"""What the methods have in common: checks of settings, bytes on the wire, ties, ids."""
+"""Helpers that methods share: checks of settings, bytes on the wire, tied weights, ids."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from outergrad.core.cost import CostModel
 from outergrad.core.types import Factors, Route, Slot, Unit, overlapping
 
 FLOAT_BYTES = 4
-"""Of a number that is not encoded: ways are compared as if all were float32."""
+"""Bytes of a number that is not encoded: routes are compared as if all numbers were float32."""
 
 _ID_BYTES = 8
 
 
 def row_bytes(slot: Slot, codecs: Codecs = ()) -> int:
-    """Bytes on the wire for one row."""
+    """Returns the bytes on the wire of one row: its deltas, and its activations or its id."""
     deltas = nbytes(codecs, (slot.groups, 1, slot.outputs))
     if slot.lookup:
         return deltas + _ID_BYTES
@@ -28,23 +28,23 @@ def row_bytes(slot: Slot, codecs: Codecs = ()) -> int:
 
 
 def bias_bytes(slots: Iterable[Slot]) -> int:
-    """Bytes on the wire for bias gradients."""
+    """Returns the bytes on the wire of the slots' bias gradients."""
     numel = sum(slot.groups * slot.outputs for slot in slots if slot.bias is not None)
     return FLOAT_BYTES * numel
 
 
 def dense_bytes(unit: Unit, cost: CostModel) -> float:
-    """Bytes that, gathered from every site, cost as much as an all-reduce of a unit."""
+    """Returns the bytes whose all-gather costs as much as an all-reduce of the unit."""
     return cost.share(FLOAT_BYTES * unit.dense_numel, Route.DENSE)
 
 
 def used_slots(unit: Unit, rows_K: Sequence[int]) -> list[tuple[Slot, int]]:
-    """The slots (K) of a unit with rows, and how many."""
+    """Returns the slots (K) of a unit that have rows, each with its number of rows."""
     return [(slot, rows) for slot, rows in zip(unit.slots, rows_K, strict=True) if rows]
 
 
 def tied_in_use(unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
-    """Whether products that add to the same weight are used in one step."""
+    """True if several products of one step add to the same rows of a weight."""
     rows_KS = zip(*rows_SK, strict=True)
     return overlapping(
         [slot for slot, rows_S in zip(unit.slots, rows_KS, strict=True) if any(rows_S)]
@@ -52,10 +52,10 @@ def tied_in_use(unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
 
 
 def without_silent_ids(factors: Factors) -> Factors:
-    """Hides ids without a gradient: that they were looked up, the gradient does not say.
+    """Replaces ids of zero deltas by 0: the gradient does not show that they were looked up.
 
     Args:
-        factors: d_GRO, (1, R, O), and the ids a_GRI, (R,).
+        factors: Deltas d_GRO, (1, R, O), and ids a_GRI, (R,).
     """
     silent = (factors.d_GRO[0] == 0).all(dim=1)
     return factors._replace(a_GRI=factors.a_GRI.masked_fill(silent, 0))
@@ -67,30 +67,30 @@ _LEAST = {
     "bucket_bytes": "a positive number",
     "every": "1 or more",
 }
-"""Settings of several methods that may not be less than one, and what to use."""
+"""Settings of several methods that must be at least 1, and the range that an error names."""
 _PLAIN: Mapping[type, tuple[type, str]] = {
     bool: (bool, "True or False"),
     int: (Integral, "a whole number"),
     float: (Real, "a number"),
     NoneType: (NoneType, "None"),
 }
-"""Annotations of settings that are checked: what a value must be, and what to use."""
+"""Annotations of settings that are checked: the accepted type, and what an error asks for."""
 
 
 def is_method(value: object) -> bool:
-    """Whether it is a method; a class as `og.DAD`, without `()`, is none."""
+    """True if the object is a method; a class such as `og.DAD`, without `()`, is not."""
     return not isinstance(value, type) and callable(getattr(value, "compressor", None))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Settings:
-    """What the settings of methods have in common; each is a frozen dataclass of its own."""
+    """Base class of the methods' settings, each a frozen dataclass of its own."""
 
     def __post_init__(self) -> None:
-        """Checks them, and makes a tuple of codecs: however they are written, a method is one.
+        """Checks the settings, and turns codecs into tuples so that equal settings compare equal.
 
         Raises:
-            ValueError: names the method, the setting and what it may be.
+            ValueError: Names the method, the setting and its valid values.
         """
         for name, value in list(vars(self).items()):
             self._check_type(name, value)
@@ -112,7 +112,7 @@ class Settings:
             raise ValueError(f"{type(self).__name__}: {error}") from None
 
     def __repr__(self) -> str:
-        """With the rank or the budget, and the settings that differ from the defaults."""
+        """Shows the rank or the budget, and the settings that differ from the defaults."""
         always = "rank" if getattr(self, "budget", None) is None else "budget"
         told = [
             f"{field.name}={getattr(self, field.name)!r}"
@@ -124,18 +124,14 @@ class Settings:
 
 @cache
 def _plain_settings(kind: type) -> dict[str, tuple[Any, ...]]:
-    """Of the settings that are numbers, flags or None: which of these."""
+    """Maps settings whose options are numbers, flags or None alone to these options."""
     hints = get_type_hints(kind)
     options = {name: get_args(hint) or (hint,) for name, hint in hints.items()}
     return {name: kinds for name, kinds in options.items() if set(kinds) <= _PLAIN.keys()}
 
 
 def require(holds: bool, method: object, name: str, wanted: str) -> None:
-    """Checks a setting.
-
-    Raises:
-        ValueError: names the method, the setting and what it may be.
-    """
+    """Raises ValueError if `holds` is False; it names the method, the setting and `wanted`."""
     if not holds:
         kind, value = type(method).__name__, getattr(method, name)
         raise ValueError(f"{kind}: {name}={value!r}; use {wanted}")

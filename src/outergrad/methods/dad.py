@@ -30,20 +30,21 @@ from outergrad.methods.common import (
 class DAD(Settings):
     """Sites send the factors of each weight gradient where they are fewer bytes (dAD).
 
-    Choose it where layers see few rows per step, as in classifiers, MLPs and embeddings. Exact,
-    unless `wire` says otherwise. Source: Baker et al., arXiv 2102.09631, section 3 (dAD).
+    Choose it where layers see few rows per step, as in classifiers, MLPs and embeddings. Gradients
+    are exact unless `wire` has codecs. Source: Baker et al., arXiv 2102.09631, section 3 (dAD).
 
     Attributes:
-        always: send factors even where the dense gradient is fewer bytes.
-        reveal: what a site shows of itself. "gradient": canonical factors, a function of the
-            site's own gradient and nothing else. "activations": the raw rows of activations and
-            deltas; less to compute, but the first layer's activations are the data.
-        bucket_bytes: payload of one message before the next layer opens another. Smaller ones
-            overlap better with backward, larger ones cost fewer delays (docs/benchmarks.md).
-        wire: codecs of `og.wire` that rows go through: fewer bytes, at their loss, of which
-            nothing is remembered. Bias gradients and ids travel as they are.
-        every: k: share at every k-th synchronised backward only. Until then each site sums up its
-            gradients; what is shared is their mean (docs/methods.md).
+        always: Sends factors even where the dense gradient is fewer bytes.
+        reveal: What the other sites see. "gradient": canonical factors, a function of the site's
+            own gradient and nothing else. "activations": the raw rows of activations and deltas;
+            less to compute, but the first layer's activations are the data.
+        bucket_bytes: Payload of one message, bytes, before the next layer opens another. Smaller
+            messages overlap better with backward, larger ones cost fewer delays
+            (docs/benchmarks.md).
+        wire: Codecs of `og.wire` for the rows: fewer bytes, at a loss that is not made up for
+            later. Bias gradients and ids are not encoded.
+        every: k: gradients are shared at every k-th synchronised backward pass only. Until then
+            each site sums up its gradients; their mean is shared (docs/methods.md).
     """
 
     always: bool = False
@@ -53,19 +54,18 @@ class DAD(Settings):
     every: int = 1
 
     def __post_init__(self) -> None:
-        """Checks the settings."""
         super().__post_init__()
         known = self.reveal in ("gradient", "activations")
         require(known, self, "reveal", "'gradient' or 'activations'")
 
     def compressor(self) -> DADCompressor:
-        """A new compressor with these settings."""
-        raw = self.reveal == "activations" and self.every == 1  # of several passes rows are kept
+        """Returns a new compressor with these settings."""
+        raw = self.reveal == "activations" and self.every == 1  # every > 1 keeps the rows
         return DADCompressor(self, Replays(recurrent=raw, raw_inputs=raw))
 
 
 class DADCompressor(Compressor):
-    """Decides by bytes between factors and dense, and makes the factors."""
+    """Sends factors, raw or canonical, of units for which they are fewer bytes than dense."""
 
     adapts = False
 
@@ -77,29 +77,29 @@ class DADCompressor(Compressor):
         self.wire = stacked(method.wire)
 
     def break_even(self, unit: Unit, sites: int) -> float:
-        """Rows per slot from which on dense is fewer bytes, were all slots used alike."""
+        """Returns the rows per slot, equal for all slots, from which dense is fewer bytes."""
         if self.forced:
             return math.inf
         if sites == 1:
             return 0.0
         dense = dense_bytes(unit, cost_of(self, sites))
         if unit.block is not None:
-            return dense  # its rows are bytes
+            return dense  # the rows of a block are bytes
         per_row = sum(row_bytes(slot, self.wire) for slot in unit.slots)
         biases = bias_bytes(slot for slot in unit.slots if self.sends_bias(slot))
         return (dense - biases) / per_row
 
     def route(self, unit: Unit, rows_SK: Sequence[Sequence[int]], *, tapped: bool) -> Route:
-        """Factors, or what a block is computed again from, where they pay and are there."""
+        """Returns GATHER if the unit is tapped and its payload is fewer bytes, DENSE otherwise."""
         return Route.GATHER if tapped and self.taps(unit, rows_SK) else Route.DENSE
 
     def taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
-        """Whether no site sends more than its share of the dense all-reduce would be.
+        """True if every site sends fewer bytes than its share of a dense all-reduce.
 
-        By the cost model: all-gathered factors cost a site (S - 1) times their size, an
-        all-reduce in a ring 2 (S - 1) / S times the gradient. Slots of one weight that are used
-        together (tied weights) travel dense under reveal="gradient": apart they would show more
-        than their sum.
+        In the cost model all-gathered factors cost a site (S - 1) times their size, and a ring
+        all-reduce costs 2 (S - 1) / S times the gradient. Slots of one weight that are used in the
+        same step (tied weights) travel dense under reveal="gradient": separate factors would reveal
+        more than their sum.
         """
         if unit.slots and self._canonical and tied_in_use(unit, rows_SK):
             return False
@@ -110,17 +110,17 @@ class DADCompressor(Compressor):
         return largest < most
 
     def sent_rows(self, slot: Slot, rows: int, site: int = 0) -> int:
-        """N raw rows, or the largest rank that N rows can have."""
+        """Returns the number of raw rows, or the largest rank that they can have."""
         if not self._canonical or slot.lookup:
             return rows
         return min(rows, slot.outputs, slot.inputs)
 
     def sends_bias(self, slot: Slot) -> bool:
-        """Canonical factors have no row sums to take it from, encoded ones none that are exact."""
+        """True if the bias travels apart: canonical and encoded rows have no exact sums for it."""
         return slot.bias is not None and (self._canonical or bool(self.wire))
 
     def compress(self, parts: Sequence[Part]) -> list[Factors]:
-        """The raw rows, or canonical ones."""
+        """Returns the raw or the canonical rows of each part."""
         return [self._compressed(*part) for part in parts]
 
     def _compressed(self, slot: Slot, gradient: Gradient, rows: int) -> Factors:
@@ -133,7 +133,7 @@ class DADCompressor(Compressor):
         return canonical(gradient, rows, bias=slot.bias is not None)
 
     def reveals(self, unit: Unit) -> str:
-        """What the coverage table says."""
+        """Returns what other sites learn from the unit, for the coverage table."""
         if unit.block is not None:
             return "what enters the block and the delta that comes back, of each row"
         if all(slot.lookup for slot in unit.slots):
@@ -142,7 +142,7 @@ class DADCompressor(Compressor):
 
     def _sent_bytes(self, unit: Unit, rows_K: Sequence[int]) -> int:
         if unit.block is not None:
-            return sum(rows_K)  # they are bytes
+            return sum(rows_K)  # the rows of a block are bytes
         used = used_slots(unit, rows_K)
         biases = bias_bytes(slot for slot, _ in used if self.sends_bias(slot))
         return biases + sum(self.sent_rows(s, rows) * row_bytes(s, self.wire) for s, rows in used)

@@ -1,4 +1,4 @@
-"""Dense exchange: what everybody else does."""
+"""Dense exchange: gradients are all-reduced, as DistributedDataParallel does."""
 
 from __future__ import annotations
 
@@ -16,51 +16,51 @@ from outergrad.methods.common import Settings
 class Dense(Settings):
     """Every gradient is all-reduced in buckets during backward, as DDP does.
 
-    Choose it where the link is fast, or to compare with.
+    Choose it where the link is fast, or as a baseline.
 
     Attributes:
-        every: k: share at every k-th synchronised backward only. Until then each site sums up its
-            gradients; what is shared is their mean (docs/methods.md).
+        every: k: gradients are shared at every k-th synchronised backward pass only. Until then
+            each site sums up its gradients; their mean is shared (docs/methods.md).
     """
 
     every: int = 1
 
     def compressor(self) -> None:
-        """None: nothing travels as factors."""
+        """Returns None: no parameter needs a compressor."""
         return
 
 
 class DenseCompressor(Compressor):
-    """That of a unit which travels dense for now."""
+    """Compressor of a unit that is dense, for policies whose methods may change."""
 
     bucket_bytes = 1
     uses_rows = False
     why = Why.DENSE
 
     def break_even(self, unit: Unit, sites: int) -> float:
-        """Always dense."""
+        """Returns 0: dense for any number of rows."""
         return 0.0
 
     def route(self, unit: Unit, rows_SK: Sequence[Sequence[int]], *, tapped: bool) -> Route:
-        """Dense."""
+        """Returns DENSE."""
         return Route.DENSE
 
     def taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
-        """Nothing is made of factors."""
+        """Returns False: no factors are needed."""
         return False
 
     def sent_rows(self, slot: Slot, rows: int, site: int) -> int:
-        """None."""
+        """Returns 0: no rows are sent."""
         return 0
 
     def sends_bias(self, slot: Slot) -> bool:
-        """Not by itself."""
+        """Returns False: the bias is part of the dense gradient."""
         return False
 
     def compress(self, parts: Sequence[Part]) -> list[Payload]:
-        """Never called."""
+        """Returns an empty list; never called, as the route is always dense."""
         return []
 
     def reveals(self, unit: Unit) -> str:
-        """What the coverage table says."""
+        """Returns what other sites learn from the unit, for the coverage table."""
         return "this site's gradient"

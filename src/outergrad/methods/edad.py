@@ -1,4 +1,4 @@
-"""edAD: sites send activations and one delta, and compute the other deltas again."""
+"""edAD: sites send activations and one delta per chain, and recompute the other deltas."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from outergrad.methods.dad import DAD, DADCompressor
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class EDAD(Settings):
-    """Sites send activations and one delta per chain of layers; the others follow (edAD).
+    """Sites send activations and one delta per chain of layers, and recompute the others (edAD).
 
     Choose it for slow links between few sites of one owner: rows of activations travel. Exact.
 
     A chain is linear layers and convolutions in an `nn.Sequential`, with elementwise functions,
-    norms, pooling or dropout between. Of a chain a site sends the activations of every layer, and
-    the delta of the last. Of a block, named in `blocks`, it sends only what enters, and the delta
-    of what leaves; every site then computes the block's forward and backward again, for the rows
-    of all sites. That is fewer bytes for more arithmetic. `nn.RNN`, `nn.GRU` and `nn.LSTM` are
-    blocks by themselves. All else travels as with `DAD`, and dense where that is fewer bytes.
-    Source: Baker et al., arXiv 2102.09631 (edAD).
+    norms, pooling or dropout between. For a chain a site sends the activations of every layer and
+    the delta of the last one. For a block, named in `blocks`, it sends only the block's inputs and
+    the delta of its output. Every site then computes the block's forward and backward again, for
+    the rows of all sites. That is fewer bytes for more arithmetic. `nn.RNN`, `nn.GRU` and `nn.LSTM`
+    are blocks without being named. All other layers travel as with `DAD`, and dense where that is
+    fewer bytes. Source: Baker et al., arXiv 2102.09631 (edAD).
 
     Attributes:
-        blocks: patterns of full names of modules that are computed again, as ("layers.*",). Modules
+        blocks: Patterns of full names of modules that are computed again, as ("layers.*",). Modules
             of one parent that only read each other's outputs need one delta together. They must
             read nothing but their arguments and parameters, which every step checks.
-        inputs: "canonical": nothing that enters the model travels: the first layer of each chain,
-            and every layer outside, sends canonical factors, as `DAD` does, and blocks must read
-            what other trained layers made. "raw": rows of activations are sent of these, too.
-            Activations of hidden layers always travel: docs/methods.md says what they tell.
-        always: also where the dense gradient is fewer bytes.
-        wire: codecs of `og.wire` that activations and deltas go through: fewer bytes, at their
-            loss, of which nothing is remembered.
-        every: k: share at every k-th synchronised backward only. Until then each site sums up its
-            gradients; what is shared is their mean (docs/methods.md). Above 1
-            nothing is computed again: rows are kept, and travel as with `DAD`.
-        bucket_bytes: payload of one message before the next layer opens another.
+        inputs: "canonical": no input of the model is sent: the first layer of each chain, and every
+            layer outside chains, sends canonical factors, as `DAD` does, and blocks must read
+            outputs of other trained layers. "raw": rows of activations are sent for these layers,
+            too. Activations of hidden layers always travel: docs/methods.md says what they reveal.
+        always: Sends factors even where the dense gradient is fewer bytes.
+        wire: Codecs of `og.wire` for activations and deltas: fewer bytes, at a loss that is not
+            made up for later.
+        every: k: gradients are shared at every k-th synchronised backward pass only. Until then
+            each site sums up its gradients; their mean is shared (docs/methods.md). Above 1 nothing
+            is computed again: rows are kept, and travel as with `DAD`.
+        bucket_bytes: Payload of one message, bytes, before the next layer opens another.
     """
 
     blocks: tuple[str, ...] | list[str] = ()
@@ -50,7 +50,6 @@ class EDAD(Settings):
     bucket_bytes: int = 1 << 18
 
     def __post_init__(self) -> None:
-        """Checks the settings."""
         super().__post_init__()
         patterns = not isinstance(self.blocks, str) and all(isinstance(b, str) for b in self.blocks)
         require(patterns, self, "blocks", 'a list of patterns, as ["layers.*"]')
@@ -59,7 +58,7 @@ class EDAD(Settings):
         require(self.every == 1 or not self.blocks, self, "every", "1 with blocks=")
 
     def compressor(self) -> DADCompressor:
-        """A new compressor with these settings."""
+        """Returns a new compressor with these settings."""
         raw = self.inputs == "raw"
         rows = DAD(
             always=self.always,

@@ -1,4 +1,4 @@
-"""What methods have in common that send something of formed gradients, and the rest later."""
+"""Base classes of compressors that send a payload of formed gradients, with error feedback."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ from outergrad.methods.residuals import ByPlace, inherited_residual, saved_resid
 
 
 class OfFormed(Compressor):
-    """Sends something of formed gradients, where that is fewer bytes than all of them.
+    """Sends a payload of formed gradients where it is fewer bytes than the dense gradient.
 
-    Vectors travel whole. A class that derives from it says what is sent, by `sent_rows`,
-    `payload_bytes`, `compress` and `reveals`.
+    Vectors travel whole. A subclass defines the payload by `sent_rows`, `payload_bytes`, `compress`
+    and `reveals`.
     """
 
     takes_plain = True
     exact = False
     way = Route.GATHER
-    """How a unit travels that is fewer bytes so."""
+    """Route of a unit whose payload is fewer bytes than its dense gradient."""
 
     def break_even(self, unit: Unit, sites: int) -> float:
-        """All rows or none: the bytes do not depend on them."""
+        """Returns inf if the payload is fewer bytes, else 0: the number of rows does not matter."""
         return math.inf if sites > 1 and self._pays(unit, sites) else 0.0
 
     def route(self, unit: Unit, rows_SK: Sequence[Sequence[int]], *, tapped: bool) -> Route:
-        """Its own way, where that is fewer bytes."""
+        """Returns `way` if the payload is fewer bytes, DENSE otherwise."""
         return self.way if self.break_even(unit, len(rows_SK)) > 0 else Route.DENSE
 
     def taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
-        """Never: it takes formed gradients."""
+        """Returns False: autograd forms the gradients."""
         return False
 
     def sends_bias(self, slot: Slot) -> bool:
-        """Of formed gradients biases are vectors, which travel by themselves."""
+        """Returns False: biases are vectors, which travel by themselves."""
         return False
 
     def _pays(self, unit: Unit, sites: int) -> bool:
@@ -71,12 +71,12 @@ class OfFormed(Compressor):
 
 
 class FormedCompressor(OfFormed):
-    """Sends a payload of each formed gradient, and adds what that lacks to the next one.
+    """Sends a payload of each formed gradient; error feedback adds its error to the next gradient.
 
-    A class that derives from it gives the `form` of its payload and writes `encode` and `reveals`;
-    `sent_rows` too, where not all entries have a part in it. Vectors travel whole, and so does a
-    weight of which all is fewer bytes. What is remembered is a copy of the weights that travel.
-    Source: Karimireddy et al., "Error Feedback Fixes SignSGD", arXiv 1901.09847.
+    A subclass gives the `form` of its payload and writes `encode` and `reveals`. It also writes
+    `sent_rows` if not all entries are in the payload. Vectors travel whole, and so does a weight
+    whose dense gradient is fewer bytes. The residuals take as much memory as the compressed
+    weights. Source: Karimireddy et al., "Error Feedback Fixes SignSGD", arXiv 1901.09847.
     """
 
     why = Why.CODED
@@ -87,28 +87,28 @@ class FormedCompressor(OfFormed):
 
     @abstractmethod
     def encode(self, slot: Slot, due_GOI: Tensor, count: int) -> Payload:
-        """A payload of a gradient with what was not sent before.
+        """Returns the payload of a gradient plus its residual.
 
         Args:
-            slot: that it is of.
-            due_GOI: in float32 at least; not to be changed.
-            count: what `sent_rows` has said.
+            slot: Slot of the gradient.
+            due_GOI: Gradient plus residual, float32 or float64; must not be changed.
+            count: Result of `sent_rows`.
 
         Returns:
-            A tensor for each field of the form, in its shape and dtype.
+            One tensor for each field of the form, in its shape and dtype.
         """
         ...
 
     def sent_rows(self, slot: Slot, rows: int, site: int) -> int:
-        """All entries, of a site that has a gradient."""
+        """Returns the number of entries, or 0 for a site without a gradient."""
         return slot.numel if rows else 0
 
     def payload_bytes(self, slot: Slot, count: int) -> int:
-        """What the fields of the form say."""
+        """Returns the bytes of the form's fields."""
         return Piece(slot, count, torch.float32, None, (), self.form).nbytes
 
     def compress(self, parts: Sequence[Part]) -> list[Payload]:
-        """A payload of each; what a reader does not find in it is kept for the next step."""
+        """Returns a payload of each part, and keeps its error as the residual."""
         return [self._compressed(*part) for part in parts]
 
     def _compressed(self, slot: Slot, gradient: Gradient, count: int) -> Payload:
@@ -118,50 +118,50 @@ class FormedCompressor(OfFormed):
             self.form.read([t for t in payload if isinstance(t, Tensor)], slot, count)
         )
         residual = due_GOI - arrives.to(due_GOI.dtype)
-        if math.isfinite(residual.sum().item()):  # not the remains of a step with infinities
+        if math.isfinite(residual.sum().item()):  # with infinities the old one stays
             self._unsent[slot] = residual
         return payload
 
     def keep_before(self, places: Collection[Place]) -> None:
-        """What was not sent before the last step is kept, too."""
+        """Keeps the residuals of before the last committed step until `decide`."""
         self._unsent.keep_before(places)
 
     def decide(self, places: Collection[Place], *, used: bool) -> None:
-        """It is forgotten, or holds again."""
+        """Drops what `keep_before` kept, or restores it if the gradients were not used."""
         self._unsent.decide(places, used=used)
 
-    # -- handed over ----------------------------------------------------------------------------
+    # -- change of the method -------------------------------------------------------------------
 
     def remembers(self, unit: Unit) -> bool:
-        """Always."""
+        """Returns True: what is not sent is kept for all units."""
         return True
 
     def hand_over(self, slots: Sequence[Slot]) -> dict[Slot, Gradient]:
-        """All that has not arrived."""
+        """Returns and forgets the residuals of these slots."""
         return dict(self._unsent.take_out(slots))
 
     def take_over(self, slot: Slot, residual: Gradient) -> None:
-        """Adds to what it remembers itself, if anything."""
+        """Adds a residual to the slot's own one, if there is one."""
         self._unsent.put(slot, formed(residual, self._unsent[slot]))
 
-    # -- remembered, saved and loaded -----------------------------------------------------------
+    # -- residuals, state of a checkpoint --------------------------------------------------------
 
     def residual(self, slot: Slot) -> Gradient | None:
-        """What has not arrived of the gradients until now."""
+        """Returns the part of the gradients so far that has not been sent."""
         return self._unsent[slot]
 
     def commit(self, *, applied: bool) -> None:
-        """Keeps what the step left, or, if the step is void, what there was before it."""
+        """Keeps the residuals of the step if it is applied, those of before it otherwise."""
         self._unsent.commit(applied=applied)
 
     def state(self) -> StateDict:
-        """What this site has not sent, by place."""
+        """Returns the residuals of this site, by place."""
         held = self._unsent.held().items()
         memories = {place_name(place): saved_residual(residual) for place, residual in held}
         return {"own": {"memories": memories}}
 
     def load(self, inheritance: Inheritance) -> None:
-        """Goes on from the residuals of the sites that this one takes over."""
+        """Continues from the saved residuals that this site takes over."""
         old = [state["own"]["memories"] for state in inheritance.residual]
         held: dict[str, Tensor] = {}
         for name in dict.fromkeys(name for memories in old for name in memories):

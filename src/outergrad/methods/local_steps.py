@@ -1,4 +1,4 @@
-"""Sites train by themselves for some steps; then they share how their weights have changed."""
+"""Local steps: sites train by themselves for k steps, then share how their weights have changed."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from outergrad.methods.dense import Dense
 from outergrad.methods.per_layer import PerLayer
 
 Outer = Callable[[list[nn.Parameter]], Optimizer]
-"""Makes an optimizer of a list of parameters."""
+"""Function that makes an optimizer of a list of parameters."""
 
 
 def nesterov(params: list[nn.Parameter]) -> Optimizer:
-    """The outer optimizer of DiLoCo."""
+    """Returns the outer optimizer of DiLoCo: SGD with Nesterov momentum."""
     return SGD(params, lr=0.7, momentum=0.9, nesterov=True)
 
 
 @dataclass(frozen=True, repr=False)
 class LocalSteps:
-    """Every site makes k steps of its own; then all sites average how these changed the weights.
+    """Every site makes k steps of its own; then all sites average the changes of their weights.
 
     Choose it where the link is too slow for an exchange per step, or often down.
 
-    What travels is the change of the weights since the last exchange, `start - now`: an "outer
-    gradient", whose mean over the sites the outer optimizer applies to `start`. The state of the
-    inner optimizers stays each site's own. Source: Douillard et al., DiLoCo, arXiv 2311.08105,
-    algorithm 1; with `method=og.Dense()` and `outer=lambda params: SGD(params, lr=1)` it is
-    federated averaging (McMahan et al., arXiv 1602.05629). With `stream` and `overlap` it is
-    Streaming DiLoCo (Douillard et al., arXiv 2501.18512, algorithm 2).
+    The change of the weights since the last exchange, `start - now`, is an "outer gradient". The
+    outer optimizer applies its mean over the sites to `start`. The state of the inner optimizers
+    stays on each site. Source: Douillard et al., DiLoCo, arXiv 2311.08105, algorithm 1; with
+    `method=og.Dense()` and `outer=lambda params: SGD(params, lr=1)` it is federated averaging
+    (McMahan et al., arXiv 1602.05629). With `stream` and `overlap` it is Streaming DiLoCo
+    (Douillard et al., arXiv 2501.18512, algorithm 2).
 
     Attributes:
-        k: steps of the optimizer between two exchanges (H in DiLoCo).
-        outer: makes the outer optimizer of a list of parameters, alike on all sites: by default
-            SGD with a learning rate of 0.7 and Nesterov momentum of 0.9, as in DiLoCo. It is also
+        k: Steps of the optimizer between two exchanges (H in DiLoCo).
+        outer: Makes the outer optimizer of a list of parameters, alike on all sites: by default SGD
+            with a learning rate of 0.7 and Nesterov momentum of 0.9, as in DiLoCo. It is also
             called with a list of one parameter, to check it.
-        method: how the change travels: `og.Dense()`; `og.RankDAD(...)` or `og.PowerSGD(...)` for
+        method: How the change travels: `og.Dense()`; `og.RankDAD(...)` or `og.PowerSGD(...)` for
             weights at low rank and the rest dense; `og.Sparse(...)` for a few entries of weights;
             `og.PerLayer({...})` of these and `og.Local()`.
-        stream: fragments of the model, of about equal numbers of elements, that take turns: one is
-            exchanged after every k / stream steps, each after every k. What a method says of a
-            step, as a budget, is then of the exchange of one fragment.
-        overlap: steps that are made while an exchange travels; it is applied behind them. Less than
-            k / stream; with 0 sites wait for it.
-        alpha: the part of its own weights that a site keeps in an exchange, 0 or more and less than
-            1: the weights become `alpha * own + (1 - alpha) * shared`. By default 1/2 with
-            `overlap`, so that what the site did meanwhile is not lost, else 0.
-        error_reset: whether a site keeps in its own weights what the method has not sent of its
-            changes, and goes on from there. Choose it where the method leaves much unsent: low rank
-            in few bits. Sites then differ also behind an exchange, until `flush`. As in CSER (Xie
-            et al., arXiv 2007.13221).
+        stream: Number of fragments of the model, with about equal numbers of elements. They take
+            turns: one is exchanged after every k / stream steps, each after every k. What a method
+            limits per step, such as a budget, then applies to the exchange of one fragment.
+        overlap: Steps that are made while an exchange travels; its result is applied after them.
+            Less than k / stream; with 0 sites wait for it.
+        alpha: Share of its own weights that a site keeps in an exchange, 0 or more and less than 1:
+            the weights become `alpha * own + (1 - alpha) * shared`. By default 1/2 with `overlap`,
+            so that the site's steps in the meantime are not lost, else 0.
+        error_reset: True if a site keeps the unsent part of its changes in its own weights, and
+            goes on from there. Choose it where the method leaves much unsent: low rank in few bits.
+            Sites then differ after an exchange, too, until `flush`. As in CSER (Xie et al., arXiv
+            2007.13221).
     """
 
     k: int
@@ -68,7 +68,6 @@ class LocalSteps:
     error_reset: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Checks the settings."""
         require(type(self.k) is int and self.k >= 1, self, "k", "a whole number, 1 or more")
         self._check_turns()
         _described(self.outer)
@@ -100,17 +99,17 @@ class LocalSteps:
 
     @property
     def period(self) -> int:
-        """Steps from one exchange of a fragment to the next one's."""
+        """Steps from the exchange of one fragment to that of the next."""
         return self.k // self.stream
 
     @property
     def kept(self) -> float:
-        """The part of its own weights that a site keeps in an exchange."""
+        """Share of its own weights that a site keeps in an exchange: `alpha` or its default."""
         usual = 0.5 if self.overlap else 0.0
         return usual if self.alpha is None else self.alpha
 
     def __repr__(self) -> str:
-        """The same on every site, as it is what the sites compare."""
+        """Returns the same text on every site, because sites compare it."""
         turns: dict[str, tuple[float, float]] = {
             "stream": (self.stream, 1),
             "overlap": (self.overlap, 0),
@@ -121,7 +120,7 @@ class LocalSteps:
         return f"LocalSteps({self.k}, outer={_described(self.outer)}, method={self.method!r}{more})"
 
     def optimizer(self, params: Sequence[nn.Parameter]) -> Optimizer:
-        """A new outer optimizer."""
+        """Returns a new outer optimizer."""
         return self.outer(list(params))
 
 
@@ -142,15 +141,15 @@ def _check_method(method: Any) -> None:
 
 
 def _owes(method: Any) -> bool:
-    """Whether it keeps what it does not send of a change."""
+    """True if the method keeps the unsent part of a change."""
     return method.compressor() is not None and bool(getattr(method, "error_feedback", True))
 
 
 def _described(outer: Outer) -> str:
-    """Its type and settings, without those that are zero or off.
+    """Returns the outer optimizer's type and those of its settings that are not zero or off.
 
     Raises:
-        TypeError: it makes no optimizer.
+        TypeError: `outer` does not make an optimizer.
     """
     made = outer([nn.Parameter(torch.zeros(1))]) if callable(outer) else None
     if not isinstance(made, Optimizer):

@@ -1,4 +1,4 @@
-"""Who shares what: the method of every part of a model, as `PerLayer` gives it by patterns."""
+"""Methods by patterns of names (`PerLayer`), and parts that stay on their site (`Local`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from outergrad.methods.common import is_method
 
 @dataclass(frozen=True, kw_only=True)
 class Local:
-    """A part of the model that is each site's own: nothing of it is sent, at the start neither.
+    """A part of the model that each site keeps to itself: it is not sent even at the start.
 
     Choose it, in an `og.PerLayer`, for layers that must not leave a site or differ between sites.
     Its parameters and buffers may differ between sites, in shape and in number, too.
     """
 
     def compressor(self) -> None:
-        """None: nothing travels."""
+        """Returns None: nothing travels."""
         return
 
 
@@ -27,20 +27,19 @@ class Local:
 class PerLayer:
     """Every parameter travels by the method of the first pattern that its full name matches.
 
-    Choose it where parts of a model are of different kinds, or some stay with their site.
+    Choose it where parts of a model are of different kinds, or some stay on their site.
 
     Attributes:
-        methods: by pattern, as `{"encoder.*": og.Local(), "*": og.DAD()}`; in a pattern `*` is
-            any text, `?` any character, `[ab]` one of them (fnmatch, case-sensitive).
-        joint: what flows back into a `Local` part below shared ones is the mean over the sites of
-            their deltas, row by row, in place of the site's own (docs/methods.md).
+        methods: Method by pattern, as `{"encoder.*": og.Local(), "*": og.DAD()}`; in a pattern `*`
+            is any text, `?` any character, `[ab]` one of them (fnmatch, case-sensitive).
+        joint: True if a `Local` part below shared ones receives, in backward, the mean over the
+            sites of their deltas, row by row, instead of the site's own (docs/methods.md).
     """
 
     methods: Mapping[str, Method]
     joint: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Checks the settings."""
         if not self.methods:
             raise ValueError("PerLayer: methods={}; give a method per pattern, as {'*': og.DAD()}")
         for pattern, method in self.methods.items():
@@ -56,14 +55,14 @@ class PerLayer:
             raise ValueError("PerLayer: joint=True; give some pattern the method og.Local()")
 
     def candidates(self, name: str) -> Sequence[Method | None]:
-        """The one method that a parameter has."""
+        """Returns the one method that a parameter has."""
         return [self.method_of(name)]
 
     def method_of(self, name: str, step: int = 0) -> Method | None:
-        """The method of a parameter, the same in all steps; None if no pattern matches."""
+        """Returns a parameter's method, the same in all steps; None if no pattern matches."""
         matching = (m for pattern, m in self.methods.items() if fnmatchcase(name, pattern))
         return next(matching, None)
 
     def unmatched(self, names: list[str]) -> list[str]:
-        """Patterns that match none of these names."""
+        """Returns the patterns that match none of these names."""
         return [p for p in self.methods if not any(fnmatchcase(name, p) for name in names)]

@@ -1,4 +1,4 @@
-"""PowerSGD: the method that low rank is compared with, in the same frame."""
+"""PowerSGD: the baseline of low-rank compression, in outergrad's messages."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from outergrad.methods.low_rank.settings import LowRankSettings
 class PowerSGD(Settings):
     """Low rank of gradients that are formed first, with a memory of the size of the model.
 
-    Choose it to compare with, or where no site may see another's part of a sum. `og.RankDAD`
-    needs less memory.
+    Choose it as a baseline, or where no site may see another's part of a sum. `og.RankDAD` needs
+    less memory.
 
-    A baseline: what the `powerSGD_hook` of DistributedDataParallel does, in outergrad's messages.
-    Every gradient is a matrix of its first dimension by all others; one step of subspace iteration
-    on the mean over the sites per step of training, from where the last one ended. Source: Vogels,
-    Karimireddy and Jaggi, 2019, algorithms 1 and 2.
+    It computes what the `powerSGD_hook` of DistributedDataParallel does. Every gradient is a matrix
+    of its first dimension by all others. Each training step makes one step of subspace iteration on
+    the mean over the sites, starting from the result of the last one. Source: Vogels, Karimireddy
+    and Jaggi, 2019, algorithms 1 and 2.
 
     Attributes:
-        rank: of what is sent per layer.
-        error_feedback: whether what was not sent in one step is added to the next gradient.
-        wire: `og.wire.BF16()` rounds what is sent to half the bytes; sketches are added up, so
-            other codecs do not fit.
-        min_ratio: send a layer at low rank only where that is so many times fewer bytes than
-            dense, as the hook's `min_compression_rate`.
-        bucket_bytes: payload of one message before the next layer opens another.
-        every: k: share at every k-th synchronised backward only. Until then each site sums up its
-            gradients; what is shared is their mean (docs/methods.md).
+        rank: Rank that is sent per layer.
+        error_feedback: True if the unsent part of one step is added to the next gradient.
+        wire: `og.wire.BF16()` rounds what is sent to half the bytes; sketches are summed, so other
+            codecs do not fit.
+        min_ratio: A layer is sent at low rank only if dense is more than this many times the bytes,
+            as the hook's `min_compression_rate`.
+        bucket_bytes: Payload of one message, bytes, before the next layer opens another.
+        every: k: gradients are shared at every k-th synchronised backward pass only. Until then
+            each site sums up its gradients; their mean is shared (docs/methods.md).
     """
 
     rank: int = 1
@@ -42,13 +42,12 @@ class PowerSGD(Settings):
     every: int = 1
 
     def __post_init__(self) -> None:
-        """Checks the settings."""
         super().__post_init__()
         summable = not drops(stacked(self.wire))
         require(summable, self, "wire", "BF16() at most: what is sent is added up")
 
     def compressor(self) -> LowRankCompressor:
-        """A new compressor with these settings."""
+        """Returns a new compressor with these settings."""
         settings = _OfMatrices(
             rank=self.rank,
             reduce="all_reduce",
@@ -61,6 +60,6 @@ class PowerSGD(Settings):
 
 
 class _OfMatrices(LowRankSettings):
-    """Every gradient is formed."""
+    """Low-rank settings with which every gradient is formed."""
 
     taps = False

@@ -1,4 +1,4 @@
-"""What a site has not sent of the gradients until now: kept from step to step, saved, handed on."""
+"""Residuals of error feedback: kept from step to step, saved, and taken over by other sites."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ M = TypeVar("M")
 
 
 class ByPlace(Generic[M]):
-    """What is remembered of each slot. A step that is discarded leaves what there was before it.
+    """Memory of each slot, by place, in which a discarded step leaves no trace.
 
-    So does one that counts, and whose gradients the loop throws away (`keep_before`, `decide`).
+    A committed step is undone, too, if the training loop throws its gradients away (`keep_before`,
+    `decide`).
 
     Args:
-        compacted: the same in tensors that are no views of larger ones.
-        taken_back: what is remembered if, of what is remembered now, all that was not sent is
-            again what it was before; by default all is as it was.
+        compacted: Copies a memory into tensors that are not views of larger ones.
+        taken_back: Returns the memory to keep, from the present and the previous one, when the
+            unsent part of the present one is undone; the previous one by default.
     """
 
     def __init__(
@@ -34,61 +35,62 @@ class ByPlace(Generic[M]):
         self._held: dict[Place, M] = {}
         self._next: dict[Place, M] = {}
         self._before: dict[Place, M | None] = {}
-        """What the last step that counts has changed, as it was before it."""
+        """Previous memories of the places that the last applied step has changed."""
         self._tentative: dict[Place, M | None] = {}
-        """The same of all steps since the gradients of a place were used."""
+        """Previous memories of places whose later gradients may still be thrown away."""
 
     def __getitem__(self, slot: Slot) -> M | None:
         return self._held.get(slot.place)
 
     def latest(self, slot: Slot) -> M | None:
-        """With what this step has changed."""
+        """Returns the memory of a slot, including what the current step has set."""
         return self._next.get(slot.place) or self[slot]
 
     def __setitem__(self, slot: Slot, memory: M) -> None:
-        """May be views of tensors that hold what is remembered of other slots in the same step."""
+        """Sets a pending memory, which may be views of tensors shared with other slots."""
         self._next[slot.place] = memory
 
     def held(self) -> Mapping[Place, M]:
-        """All of them, as the last step that was applied left them."""
+        """Returns all memories, as the last applied step left them."""
         return self._held
 
     def replace(self, held: Mapping[Place, M]) -> None:
-        """Remembers these, and nothing else."""
+        """Replaces all memories, and forgets the pending and the previous ones."""
         self._held = dict(held)
         for changes in (self._next, self._before, self._tentative):
             changes.clear()
 
     def put(self, slot: Slot, memory: M) -> None:
-        """Between two steps."""
+        """Sets the memory of a slot at once; only between two steps."""
         self._before.setdefault(slot.place, self[slot])
         self._held[slot.place] = memory
 
     def take_out(self, slots: Sequence[Slot]) -> dict[Slot, M]:
-        """Forgets what it remembers of these, and returns it; between two steps."""
+        """Removes the memories of these slots and returns them; only between two steps."""
         found = {slot: self._held.pop(slot.place) for slot in slots if slot.place in self._held}
         for slot, memory in found.items():
             self._before.setdefault(slot.place, memory)
         return found
 
     def commit(self, *, applied: bool) -> None:
-        """The step is over."""
+        """Applies the memories that the step has set, or discards them."""
         if applied:
             self._before = {place: self._held.get(place) for place in self._next}
-            for place in self._held.keys() - self._next.keys():  # the others' tensors are new
+            # a view that this step does not renew would keep its whole base tensor alive
+            for place in self._held.keys() - self._next.keys():
                 self._held[place] = self._compacted(self._held[place])
             self._held |= self._next
         self._next.clear()
 
     def keep_before(self, places: Collection[Place]) -> None:
-        """As `ResidualStore.keep_before`; it costs what was not sent before until `decide`."""
+        """Implements `ResidualStore.keep_before`; previous residuals take memory until `decide`."""
         for place in places:
             if place in self._before:
                 self._tentative.setdefault(place, self._before[place])
         self._before = {}
 
     def decide(self, places: Collection[Place], *, used: bool) -> None:
-        """As `ResidualStore.decide`."""
+        """Implements `ResidualStore.decide`."""
         for place in places:
             if place not in self._tentative:
                 continue
@@ -100,11 +102,11 @@ class ByPlace(Generic[M]):
 
 
 Saved = Mapping[str, Any]
-"""What one site remembers of one place."""
+"""Saved memory of one place on one site."""
 
 
 def saved_residual(residual: Gradient | None) -> StateDict:
-    """Under names that checkpoints show to no other site."""
+    """Returns the state of a residual, under names that checkpoints show to no other site."""
     if residual is None:
         return {}
     if isinstance(residual, Factors):
@@ -113,11 +115,11 @@ def saved_residual(residual: Gradient | None) -> StateDict:
 
 
 def inherited_residual(parts: Sequence[Saved], weight: float) -> Gradient | None:
-    """The sum of the residuals of several sites, as factors if all of them are.
+    """Returns the weighted sum of several sites' residuals, as factors if all of them are.
 
     Args:
-        parts: of one place.
-        weight: how many times they count.
+        parts: Saved memories of one place.
+        weight: Factor of every residual.
     """
     factors = [_factors(part, weight) for part in parts if "unsent_deltas" in part]
     matrices = [part["unsent"] * weight for part in parts if "unsent" in part]

@@ -1,4 +1,4 @@
-"""Another method from given steps on."""
+"""Schedule, a policy that changes the method at given steps."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from outergrad.methods.per_layer import PerLayer
 
 @dataclass(frozen=True)
 class Schedule:
-    """A policy: every part of the model travels by the last method whose step has come.
+    """A policy: every part of the model travels by the last method whose first step is reached.
 
-    Choose it where the beginning of a training wants other gradients than the rest, as dense ones.
+    Choose it where the first steps of training need other gradients than the rest, as dense ones.
 
-    What a method has not sent yet is not lost when another takes over. The next one goes on with
-    it if it remembers as well; otherwise it travels once with the dense gradient. Steps are shared
-    steps, as `session.stats().step` counts them. Nothing is computed again (`og.EDAD`) while
-    methods may change: such layers travel as by `og.DAD`.
+    What a method has not sent yet is not lost when another takes over. The next method continues
+    with this residual if it has error feedback, too; otherwise the residual travels once with the
+    dense gradient. Steps are shared steps, as `session.stats().step` counts them. Nothing is
+    computed again (`og.EDAD`) while methods may change: such layers travel as by `og.DAD`.
 
     Attributes:
-        methods: by the first step, as `{0: og.Dense(), 500: og.RankDAD(rank=4)}`; each may be a
-            `PerLayer`.
+        methods: Method by its first step, as `{0: og.Dense(), 500: og.RankDAD(rank=4)}`; each may
+            be a `PerLayer`.
     """
 
     methods: Mapping[int, Method | PerLayer]
 
     def __post_init__(self) -> None:
-        """Checks the settings."""
         steps = list(self.methods)
         if 0 not in self.methods or any(type(k) is not int or k < 0 for k in steps):
             raise ValueError(
@@ -47,11 +46,11 @@ class Schedule:
                 )
 
     def candidates(self, name: str) -> Sequence[Method | None]:
-        """All methods that a parameter may have."""
+        """Returns all methods that a parameter may have."""
         return [_of(method, name) for method in self.methods.values()]
 
     def method_of(self, name: str, step: int = 0) -> Method | None:
-        """The method of a parameter in a step; None where no pattern matches."""
+        """Returns the method of a parameter in a step; None where no pattern matches."""
         begun = max(first for first in self.methods if first <= step)
         return _of(self.methods[begun], name)
 

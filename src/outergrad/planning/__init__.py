@@ -1,1 +1,1 @@
-"""From headers to a plan, and from there to buckets: the same on every site."""
+"""The plan of a step: from the headers of all sites to buckets, the same on every site."""

@@ -12,17 +12,17 @@ from outergrad.core.residual_store import ResidualStore
 from outergrad.core.types import Inheritance, StateDict, Unit
 
 Choose = Callable[[Unit, int], Compressor]
-"""The compressor of a unit in a step: the same on every site."""
+"""Returns the compressor of a unit in a step; every site must choose the same."""
 
 
 class ChangingCompressors(Compressors):
-    """Changes compressors at the beginning of steps, and hands on what the old ones have not sent.
+    """Compressors that change at the start of steps and hand their residuals to their successors.
 
-    Where the new one cannot take it over, the unit travels dense until all of it has arrived.
+    If the new one cannot take a residual over, the unit travels dense until it has all been sent.
 
     Args:
         units_of: each compressor with the units that it may have.
-        choose: says which has which.
+        choose: returns the compressor of a unit in a step.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class ChangingCompressors(Compressors):
         super().__init__(units_of)
         self._choose, self._step = choose, 0
         self._owing: dict[Unit, tuple[ResidualStore, set[str]]] = {}
-        """Units that travel dense, who remembers what has to arrive, and of which parameters."""
+        """Units that travel dense: the former store, and weights whose residual it has not sent."""
         self._assign(0)
 
     def _assign(self, step: int) -> None:
@@ -39,13 +39,12 @@ class ChangingCompressors(Compressors):
         self._of = {unit: self._choose(unit, step) for unit in self._of}
 
     def _order(self, compressors: Iterable[Compressor]) -> tuple[int, ...]:
-        """Their places among all, which are the same on every site."""
         order = {id(compressor): k for k, (compressor, _) in enumerate(self._units_of)}
         return tuple(order[id(compressor)] for compressor in compressors)
 
     @property
     def phases(self) -> list[Hashable]:
-        """Who has which units, and what else they decide by."""
+        """The compressor of each unit, units with unsent residuals, and the compressors' phases."""
         return [
             self._order(self._of.values()),
             tuple(unit in self._owing for unit in self._of),
@@ -53,7 +52,7 @@ class ChangingCompressors(Compressors):
         ]
 
     def begin(self, step: int, sites: int) -> bool:
-        """Goes over to the compressors of a step; whether some unit has another one now."""
+        """Assigns the compressors of a step; returns True if some unit has another one now."""
         if step == self._step:
             return False
         before = self._of
@@ -66,6 +65,7 @@ class ChangingCompressors(Compressors):
 
     def _hand_over(self, unit: Unit, old: ResidualStore, sites: int) -> None:
         new = self._of[unit]
+        # A residual that moves to another store can no longer be taken back.
         old.decide([slot.place for slot in slots_of(unit)], used=True)
         same_places = {s.place for s in unit.slots} <= {m.place for m in unit.matrices}
         compresses = new.break_even(unit, sites) == float("inf")
@@ -76,11 +76,11 @@ class ChangingCompressors(Compressors):
             self._owing[unit] = old, {slot.weight for slot in slots_of(unit)}
 
     def travels_dense(self, unit: Unit) -> bool:
-        """Whether something of a former method has to arrive."""
+        """True if a residual of a former compressor has still to be sent."""
         return unit in self._owing
 
     def remembering(self, unit: Unit) -> Sequence[ResidualStore]:
-        """Also its former compressor, where something still has to arrive."""
+        """Stores that may hold a residual of the unit, including that of a former compressor."""
         own, found = self._of[unit], super().remembering(unit)
         old = self._owing[unit][0] if unit in self._owing else own
         return found if old is own else [*found, old]
@@ -88,7 +88,7 @@ class ChangingCompressors(Compressors):
     def commit(
         self, units: AbstractSet[Unit], *, applied: bool, used: Collection[str] = ()
     ) -> None:
-        """Ends a step: what has arrived is owed no more."""
+        """Ends a step; if applied, former compressors forget the residuals that it sent."""
         super().commit(units, applied=applied)
         for unit, (old, names) in list(self._owing.items()) if applied else ():
             arrived = names & set(used)
@@ -100,7 +100,7 @@ class ChangingCompressors(Compressors):
     # -- saved and loaded -----------------------------------------------------------------------
 
     def states(self) -> list[StateDict]:
-        """Behind those of the compressors, the step whose policy holds and what has to arrive."""
+        """States of the compressors, then the step of the assignment and the unsent residuals."""
         order = {id(store): k for k, store in enumerate(self.stores)}
         owing = {
             unit.params[0]: [order[id(old)], *sorted(names)]
@@ -109,7 +109,7 @@ class ChangingCompressors(Compressors):
         return [*super().states(), {"common": {"policy": {"step": self._step}, "owing": owing}}]
 
     def load(self, inheritances: Sequence[Inheritance]) -> None:
-        """As they were after the step in which they were saved."""
+        """Restores what `states` returned after a step."""
         *own, last = inheritances
         super().load(own)
         saved: dict[str, Any] = last.first["common"]

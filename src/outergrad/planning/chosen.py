@@ -1,4 +1,4 @@
-"""Compressors of a model whose methods are chosen by what steps take."""
+"""Compressors of a model whose methods a `Chooser` picks from the times of steps."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from outergrad.planning.changing import ChangingCompressors
 
 
 class ChosenCompressors(ChangingCompressors):
-    """Goes by a chooser, which has a state of its own and knows the next step.
+    """Compressors that a `Chooser` assigns to units; it also knows the assignment of the next step.
 
-    So layers are already captured as the next step wants it.
+    Layers can therefore be captured in forward as the next step needs it.
 
     Args:
         units_of: each compressor with the units that it may have.
-        chooser: says which has which.
+        chooser: returns the compressor of a unit in a step, and has a state of its own.
     """
 
     def __init__(
@@ -34,43 +34,43 @@ class ChosenCompressors(ChangingCompressors):
 
     @property
     def phases(self) -> list[Hashable]:
-        """Who has which units, and what else they decide by."""
+        """The compressor of each unit, units with unsent residuals, and the compressors' phases."""
         owing = tuple(unit in self._owing for unit in self._of) if self._owing else ()
         return [self._assigned, owing, *(compressor.phase for compressor, _ in self._units_of)]
 
     def begin(self, step: int, sites: int) -> bool:
-        """As there; most steps are as the last one."""
+        """Assigns the compressors of a step; most steps have the assignment of the last one."""
         if self._chooser.same(step, self._step):
             self._step = step
             return False
         return super().begin(step, sites)
 
     def next_of(self, unit: Unit) -> Compressor:
-        """What the unit will have in the next step."""
+        """Returns the compressor of the unit in the next step."""
         return self._choose(unit, self._step + 1)
 
     @property
     def counting(self) -> AbstractSet[Unit] | None:
-        """Those whose compressors go by rows; all where others are near, or the chooser asks."""
+        """Units that count rows in the next forward; None (all) near a change or a measurement."""
         same, following = self._chooser.same, self._step + 1
         stays = same(self._step, following) and same(following, following + 1)
         return self._counting if stays and not self._chooser.hears(following) else None
 
     @property
     def ahead(self) -> Hashable:
-        """Who will have which units, if others than now."""
+        """Assignment of the next step; None if it is the current one."""
         same = self._chooser.same(self._step, self._step + 1)
         return None if same else self._order(map(self.next_of, self._of))
 
     # -- saved and loaded -----------------------------------------------------------------------
 
     def states(self) -> list[StateDict]:
-        """With what the chooser knows."""
+        """States of the compressors, with the chooser's state in the last one."""
         *own, last = super().states()
         return [*own, {"common": {**last["common"], "choice": self._chooser.state(self._step)}}]
 
     def load(self, inheritances: Sequence[Inheritance]) -> None:
-        """As they were; among other sites, what steps took is forgotten."""
+        """Restores what `states` returned; with other sites, measured times are forgotten."""
         last = inheritances[-1]
         common = last.first["common"]
         step = common["policy"]["step"]

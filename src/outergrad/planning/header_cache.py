@@ -1,4 +1,4 @@
-"""Whether a step may go without headers: they would say again what they said before."""
+"""Prediction of headers: a step that announces what the last ones did needs no exchange."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import replace
 from outergrad.messages.header import Header
 
 Facts = Callable[[Sequence[Header]], Hashable]
-"""What the plan of a step and its messages' lengths follow from."""
+"""Returns a key of what the plan of a step and the lengths of its messages depend on."""
 
 
 class HeaderCache:
-    """Foresees the next headers where the last ones made for the same plan; alike on all sites.
+    """Predicts the headers of the next step if the last steps had the same plan.
 
-    A surprise costs a step that is sent twice, so after each it takes twice as many equal steps
-    to be sure again: batches that differ now and then soon cost no more than their headers.
+    All sites predict alike. A wrong prediction costs a step that is sent twice, so each one doubles
+    the equal steps required for the next: varying batches soon cost no more than their headers.
 
     Args:
-        facts: of a step.
-        ways: how everything travels: the most important of these.
+        facts: returns the key of the plan and message lengths that headers lead to.
+        ways: returns the routes that headers lead to, the most important part of `facts`.
     """
 
     def __init__(self, facts: Facts, ways: Facts) -> None:
@@ -27,28 +27,29 @@ class HeaderCache:
         self._headers: list[Header] = []
         self._equal, self._enough = 0, 1
         self._no_surprise: Hashable = None
-        """The facts of this site that changed nothing the last time."""
+        """Facts of this site that differed from the prediction but did not change the plan."""
 
     def foreseen(self, step: int) -> list[Header] | None:
-        """The headers that this step goes by, as if they had been exchanged; or None."""
+        """Returns the predicted headers of a step; None if they have to be exchanged."""
         if self._equal < self._enough or not all(header.alone for header in self._headers):
             return None
         return [header.of_step(step) for header in self._headers]
 
     @property
     def known(self) -> Sequence[Header]:
-        """What is foreseen goes by these; the same object as long as it does."""
+        """Headers that predictions are based on; the same object while the predictions hold."""
         return self._headers
 
     def foresees(self, known: Sequence[Header]) -> bool:
-        """Whether the next step goes by these headers, without an exchange of others."""
+        """True if the next step is predicted from these headers, without an exchange."""
         return known is self._headers and self._equal >= self._enough
 
     def surprises(self, ours: Header, foreseen: Sequence[Header]) -> bool:
-        """Whether this site's header would make for another plan than what was foreseen.
+        """True if this site's header would lead to another plan than the predicted headers.
 
-        Also if the plan changed only were all sites' batches like this one's: where it goes by the
-        largest, all may have become smaller, and none by itself would change it.
+        Also true if the plan would change only were the batches of all sites like this site's.
+        Where the plan depends on the largest batch, all batches may have become smaller, and no
+        site alone would change it.
         """
         if ours.facts in (foreseen[ours.rank].facts, self._no_surprise):
             return False
@@ -64,21 +65,21 @@ class HeaderCache:
         return before != now
 
     def exchanged(self, headers: Sequence[Header]) -> None:
-        """Takes note of the headers of a step."""
+        """Records the headers that the sites exchanged in a step."""
         same = bool(self._headers) and self._facts(headers) == self._facts(self._headers)
         self._equal = self._equal + 1 if same else 0
         self._headers, self._no_surprise = list(headers), None
 
     def was_wrong(self) -> None:
-        """Some site was surprised."""
+        """Records that some site's header differed from the prediction."""
         self._enough *= 2
         self.forget()
 
     def follow(self, before: HeaderCache) -> None:
-        """Goes on behind another one: forgets what its loop has not been any more since.
+        """Takes over from the cache used before; forgets its headers if the loop has changed since.
 
-        What differs between steps of one loop, as other sessions on the group, weights, parameters
-        in use or buffers, was in the headers of the last steps, whatever methods these had.
+        All that differs between steps of one loop (other sessions on the group, weights, parameters
+        in use, buffers) was in the headers of the last steps, whatever their methods.
         """
         if before._headers and self._about_loops() != before._about_loops():
             self.forget()
@@ -87,5 +88,5 @@ class HeaderCache:
         return [header.about_loop for header in self._headers]
 
     def forget(self) -> None:
-        """What has been seen so far says nothing any more."""
+        """Forgets the recorded headers, so that the next step exchanges headers."""
         self._headers, self._equal, self._no_surprise = [], 0, None

@@ -1,4 +1,4 @@
-"""From how units travel to the messages of a step, in the order of backward."""
+"""Packing of units into the messages (buckets) of a step, in the order of the backward pass."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from outergrad.core.types import Route, Slot, Unit
 
 _FIRST_DENSE_BYTES = 1 << 20
 _LEAST_DENSE_BYTES = 1 << 21
-"""Times S - 1: a message waits for as many sites twice on its way round a ring."""
+"""Multiplied by S - 1: a message waits for S - 1 sites twice on its way round a ring."""
 _MOST_DENSE_BYTES = 25 << 20
 _DENSE_MESSAGES = 16
-"""Of a large model, about: each costs some tenths of a millisecond, and what the last one brings is
-all that is sent when backward is over."""
+"""Approximate number for a large model. Each costs some tenths of a millisecond; only the last one
+is sent after the backward pass."""
 _FEW_DENSE_BYTES = 1 << 18
-"""Another all-reduce costs more than it gains by starting before so few have been computed."""
+"""Bytes below which another all-reduce costs more than it gains by starting early."""
 _RIDERS_BYTES = 1 << 18
 _RIDERS_EXTRA_BYTES = 1 << 14
 
 
 OF_ROWS = (Route.GATHER, Route.TWO_WAY)
-"""Ways of which the messages' lengths follow from the rows of the sites."""
+"""Routes whose message lengths depend on the numbers of rows on the sites."""
 
 
 def loads(model: Model, choice: Choice) -> list[tuple[Load, Route]]:
-    """What the units put into messages, and how."""
+    """Returns the load and the route of each unit in a step."""
     triples = zip(model.units, choice.routes, choice.tapped, strict=True)
     return [(Load(unit, tapped), route) for unit, route, tapped in triples]
 
 
 class Packer:
-    """Fills messages; every site does it alike."""
+    """Packs units into buckets; every site packs alike."""
 
     def __init__(self, model: Model, compressors: Compressors, cost: CostModel) -> None:
         self._model, self._compressors, self._cost = model, compressors, cost
@@ -53,13 +53,13 @@ class Packer:
         self._last: tuple[tuple[Choice, list[Hashable]], list[Bucket]] | None = None
         self._order = tuple(model.params)[::-1]
         self.opening: frozenset[str] = frozenset()
-        """Parameters of the first message of the last step: when they are ready, it is time."""
+        """Parameters of the last step's first bucket: once they are ready, the plan is made."""
 
     def buckets(self, choice: Choice) -> list[Bucket]:
-        """The messages of a step in the order in which every site starts them.
+        """Returns the buckets of a step in the order in which every site starts them.
 
-        Members come in the reverse order of registration, about that in which backward reaches
-        them; a unit stands where its last parameter is reached.
+        Members are in the reverse order of registration, roughly the order in which the backward
+        pass reaches them. A unit has the place of its parameter that is reached last.
         """
         key = choice, self._compressors.phases
         if self._last is None or self._last[0] != key:
@@ -70,7 +70,7 @@ class Packer:
         return self._last[1]
 
     def dense_bucket(self, names: Sequence[str]) -> DenseBucket:
-        """The bucket of these parameters, with its buffer if the last plan had it, too."""
+        """Returns a dense bucket of these parameters, if possible that of the last plan."""
         members = {name: self._model.params[name] for name in names}
         return self._dense.get(tuple(names)) or DenseBucket(members)
 
@@ -100,7 +100,7 @@ class Packer:
     def bucket(
         self, route: Route, index: int, loads: Sequence[Load], extras: Sequence[str]
     ) -> Bucket:
-        """The message of these units, with these parameters and their own vectors along."""
+        """Returns the bucket of these units; their vectors and the extras are uncompressed."""
         compressor = self._compressors[loads[0].unit]
         names = [*(name for load in loads for name in load.vectors), *extras]
         along = {name: self._model.params[name] for name in names}
@@ -113,9 +113,9 @@ class Packer:
     def _share_out(
         self, ordered: Sequence[tuple[Load, Route, int]], extras: Sequence[str]
     ) -> dict[Slot | str, int]:
-        """Who merges what, so that all sites send about the same in a step.
+        """Assigns an owner to everything that a site merges, so that all sites send about the same.
 
-        A method that shares out its slots by itself counts on equal shares of all that is along.
+        A method that assigns its slots itself assumes equal shares of the rest of its messages.
         """
         loads = [load for load, route, _ in ordered if route == Route.TWO_WAY]
         decided = [load for load in loads if self._is_decided(load)]
@@ -141,14 +141,14 @@ class Packer:
         return 4 * rows * slot.groups * (slot.inputs + slot.outputs)
 
     def sketched_in(self, load: Load) -> torch.dtype:
-        """What the sketches of a unit are computed in."""
+        """Returns the dtype in which the sketches of a unit are computed."""
         return self._computed_in(load.unit.params)
 
     def _may_ride(self, dense: Sequence[str], units: Sequence[tuple[Load, Route, int]]) -> bool:
-        """Whether the dense gradients are so small that they go along with the last unit.
+        """True if the dense gradients are so small that they travel in the bucket of the last unit.
 
-        An all-gather sends S / 2 times what a ring would: nothing more at two sites, and never
-        more in sum than if the whole model travelled dense. Two ways send as much.
+        An all-gather sends S / 2 times what a ring all-reduce would: nothing more at two sites. The
+        sum must never exceed that of an all-dense model. The two-way route sends as much as a ring.
         """
         if not units:
             return False
@@ -169,10 +169,11 @@ class Packer:
         return bool(factor_bytes) and small and fits
 
     def _may_wait(self, name: str) -> bool:
-        """Whether a parameter is a short vector, and goes along with the last matrix.
+        """True if a parameter is a short vector, which travels with the last matrix.
 
-        Those of norms are often ready later than their place in the model says: a norm before a
-        layer, that is registered behind it. Messages of matrices do not wait for so few bytes.
+        Parameters of norms are often ready later than their place in the model suggests: a norm
+        that runs before a layer may be registered after it. Buckets of matrices do not wait for so
+        few bytes.
         """
         p = self._model.params[name]
         return p.dim() < 2 and p.nbytes < _FEW_DENSE_BYTES
@@ -186,17 +187,17 @@ class Packer:
 
 
 _Shelved = tuple[Route, torch.dtype, Compressor | None]
-"""What shares a message: one method's rows of any dtype or its sketches of one; or gradients."""
+"""Key of a bucket: a method's rows, its sketches of one dtype, or gradients of one dtype."""
 
 
 class _Shelf:
-    """Buckets being filled: per method one of rows, one of sketches per dtype; one of gradients.
+    """Buckets that are being filled, one per key.
 
     Args:
         packer: makes the buckets.
-        compressors: say how large a bucket of factors becomes.
-        extras: parameters that go along with the last unit's bucket.
-        share_bytes: from which on a bucket of gradients is full, behind the first.
+        compressors: give the size at which a bucket of factors is full (`bucket_bytes`).
+        extras: parameters that travel in the bucket of the last unit.
+        share_bytes: size in bytes at which a dense bucket is full, except the first.
     """
 
     def __init__(
@@ -221,10 +222,10 @@ class _Shelf:
         """Adds a parameter that travels dense; the first bucket is small, to start early.
 
         Args:
-            name: of the parameter.
-            p: itself.
-            left: bytes of those that are still to come, but for those that may wait. These go
-                along with the last of the others, and a few of the others with the first bucket.
+            name: full name of the parameter.
+            p: the parameter.
+            left: bytes of the dense parameters still to come, without those that may wait. The
+                latter join the last bucket of the others, and a small rest joins the first bucket.
         """
         key = Route.DENSE, p.dtype, None
         takes_rest = left == 0 or (key not in self._limits and left < _FEW_DENSE_BYTES)
@@ -234,7 +235,6 @@ class _Shelf:
             self._limits[key] = self._share_bytes if p.is_cpu else _MOST_DENSE_BYTES
 
     def close(self) -> list[Bucket]:
-        """All buckets, the open ones last."""
         for key in list(self._open):
             self._close(key)
         return self._closed
@@ -254,11 +254,11 @@ class _Shelf:
 
 
 def _share_bytes(dense_bytes: int, sites: int) -> int:
-    """From which on a bucket of gradients is full, behind the first.
+    """Returns the size in bytes at which a dense bucket, except the first, is full.
 
     Args:
-        dense_bytes: of the parameters that travel dense, but for those that may wait.
-        sites: S.
+        dense_bytes: bytes of the parameters that travel dense, without those that may wait.
+        sites: number of sites (S).
     """
     least = _LEAST_DENSE_BYTES * max(sites - 1, 1)
     return min(max(dense_bytes // _DENSE_MESSAGES, least), _MOST_DENSE_BYTES)

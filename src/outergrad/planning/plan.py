@@ -1,4 +1,4 @@
-"""What travels how: the same on every site, from agreed facts alone."""
+"""The plan of a step, i.e. how each unit travels; computed alike on every site from headers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from outergrad.planning.packing import OF_ROWS, Packer, loads
 from outergrad.planning.why import why_block, why_unit
 
 _MOST_CACHES = 8
-"""For how many combinations of methods that take turns headers are foreseen."""
+"""Number of header caches that are kept, one per combination of methods that alternate."""
 
 
 class _Decision(NamedTuple):
-    """Of one unit, as in `Choice`."""
+    """Decision on one unit, with the fields of `Choice`."""
 
     route: Route
     tapped: bool
@@ -35,12 +35,12 @@ class _Decision(NamedTuple):
 
 
 class Planner:
-    """Turns headers into a choice; every site computes the same.
+    """Derives from the headers of all sites how each unit travels; every site computes the same.
 
     Args:
-        model: what is shared.
-        compressors: of its units.
-        cost: of the transport.
+        model: the trainable part of the model.
+        compressors: compressors of its units.
+        cost: cost model of the transport.
     """
 
     def __init__(self, model: Model, compressors: Compressors, cost: CostModel) -> None:
@@ -48,36 +48,36 @@ class Planner:
         self._units = frozenset(model.units)
         self._index = model.index
         self._has_autograd_grad: set[Unit] = set()
-        """What travels dense because autograd has a gradient for it besides its factors."""
+        """Units that travel dense: autograd has a gradient for them besides their factors."""
         self.begin_anew(cost)
 
     def begin_anew(self, cost: CostModel) -> None:
-        """Nothing is known of the steps until now, and a step costs what this says."""
+        """Forgets everything about earlier steps, and sets the cost model."""
         model, compressors, self._cost = self._model, self._compressors, cost
         self._has_autograd_grad.clear()
         self._outside: set[str] = set()
         self._last: tuple[list[Hashable], list[tuple[Hashable, ...]], Choice] | None = None
-        """What the last choice was made from: what is known here, and what all announced."""
+        """Inputs of the last choice (`_known` and the facts of all headers), and the choice."""
         self._decisions: dict[Unit, tuple[Sequence[Hashable], _Decision]] = {}
-        """The last of each unit, and which uses it was made from, with what was known then."""
+        """Last decision on each unit, and the uses that it follows from while `_known` is equal."""
         self._phases = compressors.phases
         self._used: Collection[str] = ()
         self._adopted: Choice | None = None
         self._memories: dict[str, list[tuple[ResidualStore, Slot]]] = {}
-        """Who may owe something of a parameter that travels dense in this step."""
+        """Residual stores of each parameter that travels dense in this step."""
         self._paid: list[tuple[ResidualStore, Slot]] = []
         self.packer = Packer(model, compressors, cost)
         self.header_cache = HeaderCache(self.facts, self._ways)
         self._header_caches = {str(self._phases): self.header_cache}
 
     def of(self, model: Model) -> Planner:
-        """The planner of a part of the model, which learns what this one does of mixed units."""
+        """Returns the planner of a part of the model; both share `has_autograd_grad`."""
         part = Planner(model, self._compressors, self._cost)
         part._has_autograd_grad = self._has_autograd_grad
         return part
 
     def first_tap_next(self) -> tuple[bool, ...]:
-        """What to tap before any rows are known: whatever could pay with a single row."""
+        """Flags the units to tap before rows are known: those that may pay with a single row."""
         sites, compressors = self._cost.sites, self._compressors
         return tuple(
             bool(unit.sources) and compressors[unit].break_even(unit, sites) > 1
@@ -85,24 +85,25 @@ class Planner:
         )
 
     def note_autograd_grad(self, names: Sequence[str], headers: Sequence[Header]) -> None:
-        """Takes note of parameters that had a dense part although their products were tapped.
+        """Records parameters for which autograd had a gradient although their products were tapped.
 
-        Where no product was, the next step may tap it again, unless this was so before: a custom
-        function that differentiates its own parameters has nothing to tap in any step.
+        If no product of a parameter was captured, the next step may tap it again, unless this was
+        the case in the step before, too: a custom function that differentiates its own parameters
+        has nothing to tap in any step.
         """
         outside = {name for name in names if not self._captures(name, headers)}
         self.mark_autograd_grad([n for n in names if n not in outside or n in self._outside])
         self._outside = outside
 
     def mark_autograd_grad(self, names: Sequence[str]) -> None:
-        """Sends units of these parameters dense from now on: they also have a dense part."""
+        """Sends units of these parameters dense from now on: autograd has gradients for them."""
         self._has_autograd_grad |= {u for u in self._model.units if set(u.params) & set(names)}
         self._last = None
         self.forget_headers()
 
     @property
     def has_autograd_grad(self) -> list[str]:
-        """Parameters that travel dense because they have a dense part, too."""
+        """Parameters that travel dense because autograd has gradients besides their factors."""
         return [
             name
             for unit in self._model.units
@@ -111,12 +112,12 @@ class Planner:
         ]
 
     def resume(self, has_autograd_grad: Sequence[str]) -> None:
-        """Goes on from a saved step, with the `has_autograd_grad` of then."""
+        """Restores `has_autograd_grad` from a saved step."""
         self._has_autograd_grad.clear()
         self.mark_autograd_grad(has_autograd_grad)
 
     def facts(self, headers: Sequence[Header]) -> Hashable:
-        """What the headers decide: the choice, the length of every message, who has gradients."""
+        """Returns what headers decide: the choice, message lengths, and facts of the loops."""
         choice = self.choose(headers)
         of_rows = [load for load, route in loads(self._model, choice) if route in OF_ROWS]
         sources = [(x.unit, source) for x in of_rows if x.tapped for source in x.unit.sources]
@@ -134,7 +135,7 @@ class Planner:
         return self._compressors[unit].sent_rows(source, use.rows, header.rank), use.dtype
 
     def begin(self, step: int) -> None:
-        """A step begins: methods may have changed."""
+        """Begins a step, in which methods may have changed."""
         if self._compressors.begin(step, self._cost.sites):
             self._last = None
         if self._phases != self._compressors.phases:
@@ -142,7 +143,7 @@ class Planner:
             self._change_cache(str(self._phases))
 
     def _change_cache(self, key: str) -> None:
-        """Forgets what was foreseen; where methods take turns, goes on with what was of these."""
+        """Forgets predictions; if a chooser alternates methods, switches to the cache of these."""
         if self._compressors.chooser is None:
             self.header_cache.forget()
             return
@@ -154,15 +155,15 @@ class Planner:
             del self._header_caches[next(iter(self._header_caches))]
 
     def forget_headers(self) -> None:
-        """Nothing is foreseen any more, whatever the methods."""
+        """Forgets all predictions, whatever the methods."""
         for cache in self._header_caches.values():
             cache.forget()
 
     def adopt(self, headers: Sequence[Header], used: Collection[str]) -> Choice:
-        """How the units travel in this step.
+        """Returns how the units travel in this step, and makes this the current plan.
 
         Args:
-            headers: of all sites.
+            headers: headers of all sites.
             used: parameters that have a gradient on some site.
         """
         choice, self._used, self._paid = self.choose(headers), used, []
@@ -175,9 +176,9 @@ class Planner:
         return choice
 
     def owed(self, name: str) -> list[tuple[Slot, Gradient]]:
-        """What was not sent of a parameter that travels dense, of its parts, undivided.
+        """Returns the residuals of a parameter that travels dense, by slot, not divided by S.
 
-        It is paid, whole, if the step counts and some site uses the parameter.
+        The step sends them whole. They are forgotten if it counts and some site uses the parameter.
         """
         found = []
         for one, slot in self._memories.get(name, ()):
@@ -188,7 +189,7 @@ class Planner:
         return found
 
     def unsent(self) -> Iterator[tuple[Slot, Gradient]]:
-        """What was not sent of all parameters, of their parts, undivided."""
+        """Yields the residuals of all parameters, by slot, not divided by S."""
         for unit in self._model.units:
             for one, slot in self._compressors.memories(unit):
                 residual = one.residual(slot)
@@ -196,11 +197,11 @@ class Planner:
                     yield slot, residual
 
     def owes(self) -> bool:
-        """Whether `owed` may have something of some parameter."""
+        """True if `owed` may return a residual for some parameter."""
         return bool(self._memories)
 
     def commit(self, *, applied: bool) -> None:
-        """Tells the compressors of the model that a step is over, for all sites alike."""
+        """Ends a step for the compressors of the model, alike on all sites."""
         self._compressors.commit(self._units, applied=applied, used=self._used)
         for one, slot in self._paid if applied else ():
             if slot.weight in self._used:
@@ -208,13 +209,13 @@ class Planner:
         self._paid = []
 
     def _captures(self, name: str, headers: Sequence[Header]) -> bool:
-        """Whether some site announced rows for a product of the parameter, or it is a block's."""
+        """True if some site announced rows for a product of the parameter, or it is in a block."""
         slots = [self._index[slot] for slot in self._model.slots if name in slot.params]
         in_block = any(name in block.params for block in self._model.blocks)
         return in_block or any(header.uses[k].rows for header in headers for k in slots)
 
     def choose(self, headers: Sequence[Header]) -> Choice:
-        """Decides from what all sites announced; the same again for the same."""
+        """Returns the choice that follows from the headers of all sites; cached for equal ones."""
         known, facts = self._known(self._compressors.phases), [header.facts for header in headers]
         last = self._last
         if last is None or last[:2] != (known, facts):
@@ -224,12 +225,12 @@ class Planner:
         return last[2]
 
     def repeats(self, choice: Choice, headers: Sequence[Header], step: int) -> bool:
-        """Whether a step, which begins, goes as the last one did; then nothing is to be adopted.
+        """Begins a step; returns True if it repeats the last one, so that no plan need be adopted.
 
         Args:
-            choice: of the last one.
-            headers: `header_cache.known` in it.
-            step: that begins.
+            choice: choice of the last step.
+            headers: `header_cache.known` in the last step.
+            step: number of the step that begins.
         """
         self.begin(step)
         last = self._last
@@ -238,7 +239,7 @@ class Planner:
         return self.header_cache.foresees(headers) and last[0] == self._known(self._phases)
 
     def _known(self, phases: Sequence[Hashable]) -> list[Hashable]:
-        """What a choice is made from besides headers."""
+        """Inputs of a choice besides headers."""
         return [len(self._has_autograd_grad), *phases, self._compressors.ahead]
 
     def _chosen(self, headers: Sequence[Header]) -> Choice:
@@ -246,7 +247,6 @@ class Planner:
         return Choice(*zip(*decided, strict=True)) if decided else Choice((), (), (), (), ())
 
     def _decision(self, unit: Unit, headers: Sequence[Header]) -> _Decision:
-        """As the last time, where the unit is used as then."""
         uses = [header.uses[self._index[x]] for x in unit.sources for header in headers]
         last = self._decisions.get(unit)
         if last is None or last[0] != uses:
@@ -274,7 +274,7 @@ class Planner:
         return _Decision(route, tapped, taps, size, reason)
 
     def pays(self, unit: Unit, rows_K: Sequence[int]) -> bool:
-        """Whether a unit would be tapped if every site had so many rows per slot (K)."""
+        """True if a unit would be tapped if every site had these numbers of rows per slot (K)."""
         return self._taps(unit, [rows_K] * self._cost.sites, self._compressors[unit])
 
     def _taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]], compressor: Compressor) -> bool:

@@ -1,4 +1,4 @@
-"""Why a unit travels as it does: what the coverage table says of it."""
+"""Reasons why a unit travels as it does, for the coverage table."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from outergrad.core.types import Route, overlapping
 
 
 def why_block(nbytes: int, *, tapped: bool, tap_next: bool, outside: bool) -> Reason:
-    """Of a block.
+    """Returns the reason for the route of a block.
 
     Args:
-        nbytes: that the site with most sends of it.
+        nbytes: bytes of the block on the site that sends most of it.
         tapped: whether it was captured on every site.
-        tap_next: whether it is to be in the next step.
+        tap_next: whether it will be captured in the next step.
         outside: whether its parameters also have a gradient outside it.
     """
     if tapped:
@@ -32,7 +32,7 @@ def why_block(nbytes: int, *, tapped: bool, tap_next: bool, outside: bool) -> Re
 def why_unit(
     load: Load, route: Route, compressor: Compressor, *, tap_next: bool, outside: bool
 ) -> Reason:
-    """Of layers; the arguments as for a block."""
+    """Returns the reason for the route of layers; the flags are those of `why_block`."""
     unit, auto, why = load.unit, compressor.auto_way, compressor.why
     if route == Route.GATHER and load.tapped:
         return Reason(why=Why.FACTORS, auto=auto)

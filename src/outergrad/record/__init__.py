@@ -1,1 +1,1 @@
-"""What a session tells its user: coverage and statistics."""
+"""Reports of a session to its user: coverage, statistics, and recorders of events."""

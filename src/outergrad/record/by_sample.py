@@ -1,4 +1,4 @@
-"""The norm of each sample's gradient of a weight, and which samples stand out."""
+"""Norm of each sample's gradient of a weight, and the samples that are outliers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from outergrad.core.types import Factors, Slot
 from outergrad.linalg.site_gradient import squared_sample_norms
 
 TIMES = 3.0
-"""A sample stands out whose norm is above so many medians."""
+"""A sample is an outlier if its norm is above this multiple of the median."""
 MOST = 5
-"""So many are named."""
+"""Maximum number of outliers reported for each weight."""
 
 Uses = Sequence[Callable[[], Factors]]
 
@@ -30,17 +30,17 @@ class SampleNorms:
         self.why: dict[str, str] = {}
 
     def clear(self) -> None:
-        """Forgets all: the step starts again."""
+        """Drops all norms, for a step that starts again."""
         for of in (self._squares_B, self._slots, self.why):
             of.clear()
 
     def add(self, slot: Slot, uses: Uses, scale: float) -> None:
-        """Takes the rows of one product.
+        """Adds the rows of one product.
 
         Args:
             slot: the product.
-            uses: of it in this step.
-            scale: what this site's gradient is multiplied by.
+            uses: its uses in this step.
+            scale: factor by which this site's gradient is multiplied.
         """
         name, others = slot.weight, self._slots[slot.weight]
         others.append(slot)
@@ -64,7 +64,7 @@ class SampleNorms:
         self._squares_B[slot.weight] = squares_B if before_B is None else before_B + squares_B
 
     def measured(self, name: str) -> dict[str, object]:
-        """As fields of `events.Layer`; none where they are not known."""
+        """Returns the norms as fields of `events.Layer`; empty where they are not known."""
         if name in self.why or name not in self._squares_B:
             return {}
         norms_B = self._squares_B[name].sqrt()
@@ -75,9 +75,10 @@ class SampleNorms:
 
 
 def median_and_outliers(norms_B: Tensor) -> tuple[float, list[int]]:
-    """The median, and the places of at most `MOST` that are above `TIMES` it, largest first.
+    """Returns the median, and the indices of at most `MOST` norms above `TIMES` it, largest first.
 
-    What is not finite stands out; of an even number the median is the lower of the middle ones.
+    Norms that are not finite are outliers. Of an even number of norms the median is the lower
+    middle one.
     """
     sizes_B = torch.where(norms_B.isfinite(), norms_B, torch.inf)
     median = sizes_B.median()

@@ -1,4 +1,4 @@
-"""How each parameter travels, why, and what the other sites can learn from it."""
+"""Coverage table: how each parameter is sent, why, and what other sites can learn from it."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ _DENSE = {
     Why.BYTES: "what would be sent of it is {nbytes} bytes; {pays}",
 }
 _Entry = tuple[str, str, str]
-"""How a unit travels, why, and what the other sites learn."""
+"""The columns "travels", "why" and "other sites learn" of a unit."""
 _HEADINGS = ("parameter", "shape", "travels", "why", "other sites learn")
 
 
 @dataclass(frozen=True)
 class Travel:
-    """One line of the table.
+    """One line of the coverage table.
 
     Attributes:
         parameter: full name.
-        shape: of the parameter.
-        travels: "factors", "low rank", "sparse", "compressed", "replayed", "dense", "local",
-            "not trained", or, before the first step, "factors or dense" or "replayed or dense".
+        shape: shape of the parameter.
+        travels: "factors", "low rank", "sparse", "compressed", "replayed", "dense", "local", "not
+            trained", or, before the first step, "factors or dense" or "replayed or dense".
         why: the reason, in words.
         reveals: what the other sites can learn from this site's messages.
     """
@@ -64,7 +64,7 @@ class Travel:
 
 @dataclass(frozen=True)
 class Coverage(Sequence[Travel]):
-    """All lines; `str()` is a table."""
+    """Coverage table of a model; `str()` formats it as text."""
 
     lines: tuple[Travel, ...]
 
@@ -75,7 +75,6 @@ class Coverage(Sequence[Travel]):
         return len(self.lines)
 
     def __str__(self) -> str:
-        """The table, one parameter per line."""
         cells = [_HEADINGS, *(_cells(line) for line in self.lines)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         rows = [_HEADINGS, tuple("-" * width for width in widths), *cells[1:]]
@@ -101,18 +100,19 @@ def coverage(
     rows: Mapping[Slot, int],
     untappable: Mapping[Slot, str],
 ) -> Coverage:
-    """The table of a model.
+    """Returns the coverage table of a model.
 
     Args:
-        params: all parameters, frozen ones too.
-        local: names of those that each site keeps to itself.
-        units: the units of the trainable ones that have a rule.
-        reasons: why the others travel dense.
-        compressors: per unit, its own.
+        params: all parameters, including frozen ones.
+        local: names of the parameters that each site keeps to itself.
+        units: units of the trainable parameters that have a rule.
+        reasons: for each other parameter, why it is sent dense.
+        compressors: compressor of each unit.
         sites: number of sites.
-        chosen: per unit, why it travelled as it did in the last step; None before the first.
-        rows: per slot, how many there were at this site in the last step.
-        untappable: per slot that could not be tapped at this site then, why; its rows are none.
+        chosen: for each unit, why it was sent as it was in the last step; None before the first.
+        rows: for each slot, the number of rows at this site in the last step.
+        untappable: for each slot that could not be tapped at this site in the last step, why. Such
+            a slot has no entry in `rows`.
     """
     dense = {name: ("dense", why, _dense_reveals(sites)) for name, why in reasons.items()}
     travels = dense | dict.fromkeys(local, _LOCAL)
@@ -133,11 +133,11 @@ def coverage(
 
 
 class _Here(NamedTuple):
-    """What a unit was at this site in the last step.
+    """State of a unit at this site in the last step.
 
     Attributes:
-        rows: of all its products.
-        untappable: why it could not be tapped, if so.
+        rows: number of rows of all its products.
+        untappable: why it could not be tapped; None if it could.
     """
 
     rows: int
@@ -145,7 +145,6 @@ class _Here(NamedTuple):
 
 
 def _coded_vectors(unit: Unit, compressor: Compressor) -> dict[str, _Entry]:
-    """Those that go through codecs."""
     found = [matrix for matrix in unit.matrices if matrix.vector]
     why = {m.weight: ", ".join(map(repr, compressor.codecs(m))) for m in found}
     return {n: ("compressed", f"a vector, through {of}", _OWN_GRADIENT) for n, of in why.items()}
@@ -209,7 +208,7 @@ def _dense_entry(chosen: Reason, pays: str, sites: int, here: _Here) -> _Entry:
 
 
 def _auto(auto: AutoWay | None) -> str:
-    """How low rank travels, behind the reason, where that was chosen."""
+    """Suffix of the reason: how reduce="auto" chose the route of a low-rank gradient."""
     if auto is None:
         return ""
     if auto.link is None:
@@ -220,5 +219,5 @@ def _auto(auto: AutoWay | None) -> str:
 
 
 def _dense_reveals(sites: int) -> str:
-    """In an all-reduce of two sites each can subtract its own part."""
+    """Information that an all-reduce reveals; of two sites each can subtract its own part."""
     return "nothing" if sites == 1 else _OWN_GRADIENT if sites == 2 else _MEAN_GRADIENT

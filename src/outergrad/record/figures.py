@@ -1,4 +1,4 @@
-"""Events as numbers under tags, as boards of curves want them."""
+"""Events as numbers under tags, for dashboards with curves."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ GROUPS = (
     "largest_sample_norm",
     "travels",
 )
-"""What stands before the slash of a tag."""
+"""Prefixes of tags, before the slash."""
 
 
 def figures(event: Event) -> dict[str, float]:
-    """The numbers of an event by tag.
+    """Returns the numbers of an event, by tag.
 
-    A layer's are `<figure>/<layer>`, so that a board shows the layers of one figure beside each
-    other; `spectral_norm` is the largest singular value of the mean gradient. Those of a step are
-    `step/<figure>`, a step that came to nothing is a 1 at `mishap/<what>`, a trial of
-    `og.Auto()` is `trial/seconds` beside `trial/kept_seconds`, those of the training loop have its
-    own names. What was not measured, or means nothing for the way in which a layer
-    travelled, is left out.
+    A layer's tags are `<figure>/<layer>`, so that a dashboard shows all layers of one figure
+    together; `spectral_norm` is the largest singular value of the mean gradient. A step's tags are
+    `step/<figure>`. A failed step is a 1 at `mishap/<what>`, and a trial of `og.Auto()` is
+    `trial/seconds` and `trial/kept_seconds`. Scalars of the training loop keep their own names.
+    Figures that were not measured, or have no meaning for the way in which a layer was sent, are
+    left out.
     """
     if isinstance(event, Scalars):
         return dict(event.values)
@@ -68,7 +68,7 @@ def figures(event: Event) -> dict[str, float]:
 
 
 def about(run: Run) -> dict[str, str | int]:
-    """What a run is, for a table of runs."""
+    """Returns a run's description, for a table of runs."""
     names = ("method", "rank", "sites", "step", "dense_bytes", "outergrad", "torch")
     return {name: getattr(run, name) for name in names}
 

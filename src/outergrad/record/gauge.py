@@ -1,4 +1,4 @@
-"""What the gradients of a recorded step are like."""
+"""Measurements of the gradients in recorded steps."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from outergrad.record.sums import (
 
 _NOT_ROWS = "its rows are not all of the gradient, or could not be measured"
 _FEW = 64
-"""Rows of a mean gradient that cost less than the gradient itself."""
+"""Number of rows up to which a mean gradient's factors cost less to measure than the matrix."""
 
 
 class Gauge:
     """Measures the gradients of a model, step by step.
 
     Args:
-        matrices: of each weight, what is to be decomposed; another of two dimensions or more is
-            one matrix.
+        matrices: for each weight, the matrices to decompose. Another parameter of two dimensions or
+            more counts as one matrix.
         tables: weights of which few rows have a gradient.
     """
 
@@ -48,13 +48,14 @@ class Gauge:
         self._seconds: dict[str, float] = {}
 
     def reading(self, seconds: float, *, by_sample: bool = False) -> Reading:
-        """Of one step: of so many parameters as can be measured in so many seconds, in turn.
+        """Returns a reading of one step, which measures as many parameters as fit in a time.
 
-        One at least; all at the first time, when it is not known how long they take.
+        Parameters take turns. At least one is measured; all are at the first time, when their
+        durations are not known.
 
         Args:
-            seconds: of the step.
-            by_sample: whether norms of samples are measured, too.
+            seconds: time to spend in this step.
+            by_sample: True to measure norms of samples, too.
         """
         left, later = seconds, set[str]()
         for place, (name, cost) in enumerate(self._seconds.items()):
@@ -64,14 +65,14 @@ class Gauge:
         return Reading(self, later, by_sample=by_sample)
 
     def took(self, seconds: Mapping[str, float]) -> None:
-        """How long each parameter took: the next turn is the others'."""
+        """Stores how long each parameter took, and moves it to the end of the queue."""
         for name, cost in seconds.items():
             self._seconds.pop(name, None)
             self._seconds[name] = cost
 
 
 def _in_turn(measure: Callable[..., None]) -> Callable[..., None]:
-    """Leaves out what is measured another time, and takes down how long the rest takes."""
+    """Skips parameters left for later, and times the others; errors become warnings."""
 
     @wraps(measure)
     def timed(self: Reading, of: Part | Slot | str, *args: Any, **kwargs: Any) -> None:
@@ -82,7 +83,7 @@ def _in_turn(measure: Callable[..., None]) -> Callable[..., None]:
         began = time.perf_counter()
         try:
             measure(self, of, *args, **kwargs)
-        except Exception as error:  # a look at a training must not end it
+        except Exception as error:  # a failed measurement must not end the training
             self.leave_out(name)
             warn(f"{name!r} was not measured: {error!r}")
         self.seconds[name] += time.perf_counter() - began
@@ -91,15 +92,15 @@ def _in_turn(measure: Callable[..., None]) -> Callable[..., None]:
 
 
 class Reading:
-    """What is measured in one step; its buckets tell it what they send and what comes.
+    """Measurements of one step; buckets report to it what they send and receive.
 
     Args:
-        gauge: what is kept from one time to the next.
-        later: parameters that are not measured now.
-        by_sample: whether the norms of samples are, too.
+        gauge: keeps values from one reading to the next.
+        later: parameters that are not measured in this step.
+        by_sample: True to measure the norms of samples, too.
 
     Attributes:
-        uses_of: the uses of a slot in the step, as they were captured.
+        uses_of: returns the uses of a slot in the step, as they were captured.
     """
 
     uses_of: Callable[[Slot], Uses] = staticmethod(lambda slot: ())
@@ -116,7 +117,7 @@ class Reading:
         self.by_sample = SampleNorms() if by_sample else None
 
     def forget(self) -> None:
-        """The step starts again."""
+        """Drops all measurements, for a step that starts again."""
         for of in (self._slots, self._own, self._mean, self._sparse, self.sums, self.seconds):
             of.clear()
         self.overlaps.clear()
@@ -124,23 +125,23 @@ class Reading:
             self.by_sample.clear()
 
     def leave_out(self, name: str) -> None:
-        """More will be added to a gradient than is known now."""
+        """Stops measuring a parameter whose gradient is incomplete, or whose measurement failed."""
         self.later = {*self.later, name}
         self.sums.pop(name, None)
 
     def end(self) -> None:
-        """The step is over."""
+        """Reports the durations to the gauge at the end of the step."""
         self._gauge.took(self.seconds)
 
     def measured(self, name: str) -> dict[str, Any]:
-        """What is known of a parameter, as fields of `events.Layer`."""
+        """Returns a parameter's measurements, as fields of `events.Layer`."""
         found = self.sums[name].measured() | self.overlaps.measured(name)
         if self.by_sample is not None:
             found |= self.by_sample.measured(name)
         return found | {"unmeasured": dict(self._unmeasured(name, found)) or None}
 
     def _unmeasured(self, name: str, found: Collection[str]) -> Iterator[tuple[str, str]]:
-        """What of a gradient's rows is not known, and why."""
+        """Yields figures of a parameter's rows that are not known, each with the reason."""
         figures = [("duplicates", self.overlaps.why, "single sites' rows do not arrive")]
         if self.by_sample is not None:
             figures.append(("sample_norm", self.by_sample.why, "its rows were not captured"))
@@ -156,12 +157,12 @@ class Reading:
 
     @_in_turn
     def sent_all(self, part: Part, rows: Factors, arrives: Factors | None) -> None:
-        """This site sends rows whose product is its gradient.
+        """Measures a gradient that this site sends as exact factors.
 
         Args:
             part: the gradient.
-            rows: these.
-            arrives: as the others decode them, if they are encoded.
+            rows: its factors.
+            arrives: the factors as the others decode them, if they are encoded.
         """
         slot, gradient, _ = part
         self._take(slot, gradient, None if slot.lookup else rows)
@@ -170,12 +171,12 @@ class Reading:
 
     @_in_turn
     def sent(self, part: Part, residual: Gradient | None, arrives: Gradient) -> None:
-        """This site sends about its gradient.
+        """Measures a gradient that this site sends approximately.
 
         Args:
             part: the gradient.
-            residual: what it did not send of earlier ones.
-            arrives: what is sent, as the others decode it.
+            residual: unsent remainder of earlier gradients (error feedback).
+            arrives: the approximation, as the others decode it.
         """
         slot, gradient, _ = part
         self._take(slot, gradient)
@@ -189,7 +190,7 @@ class Reading:
     def sketched(
         self, slot: Slot, gradient: Gradient, residual: Gradient | None, z_GIK: Tensor
     ) -> None:
-        """This site's part of a sum of sketches `dWᵀ P`, of orthonormal P."""
+        """Measures this site's addend of a sum of sketches `dWᵀ P`, with orthonormal P."""
         self._take(slot, gradient)
         due = squared_sum(gradient, residual)
         missing = above_rounding(due - inner(z_GIK, z_GIK), due)
@@ -197,12 +198,12 @@ class Reading:
 
     @_in_turn
     def samples(self, slot: Slot, scale: float) -> None:
-        """The norms of samples, of a captured product, so many times."""
+        """Adds the norms of samples of a captured product, times `scale`."""
         if self.by_sample is not None:
             self.by_sample.add(slot, self.uses_of(slot), scale)
 
     def _take(self, slot: Slot, gradient: Gradient, rows: Factors | None = None) -> None:
-        """Keeps this site's gradient, as rows if these are given, and the norms of its factors."""
+        """Stores this site's gradient, as `rows` if given, and the norms of its factors."""
         own = rows or gradient
         if isinstance(own, Factors):
             self._own[slot.place] = own
@@ -212,11 +213,11 @@ class Reading:
             if not slot.lookup:
                 sums.add(activations=_square(gradient.a_GRI))
 
-    # -- what comes of it -------------------------------------------------------------------------
+    # -- what is received -------------------------------------------------------------------------
 
     @_in_turn
     def record_mean(self, slot: Slot, parts: Sequence[Arrived], scale: float) -> None:
-        """The mean gradient of a slot is the sum of these times scale."""
+        """Stores the mean gradient of a slot: `scale` times the sum of `parts`."""
         if not parts:
             return
         self._slots[slot.weight][slot.place] = slot
@@ -225,28 +226,28 @@ class Reading:
         factors = [part for part in parts if isinstance(part, Factors)]
         few = sum(part.d_GRO.shape[1] for part in factors) <= _FEW
         if slot.lookup or len(factors) < len(parts) or not few:
-            return  # the gradient itself is less work
+            return  # the matrix itself is less work
         rows = stack([Factors(*part[:2]) for part in factors])
         self._mean[slot.place] = FactoredMean(rows, scale)
 
     @_in_turn
     def overlap(self, slot: Slot, parts_S: Sequence[Arrived | None], rank: int) -> None:
-        """How much of this site's rows the others have, too.
+        """Measures which share of this site's rows other sites have, too.
 
         Args:
-            slot: what they are of.
-            parts_S: what every site sent of it.
-            rank: this site.
+            slot: the product.
+            parts_S: each site's part of it.
+            rank: rank of this site.
         """
         self.overlaps.add(slot, parts_S, rank)
 
     @_in_turn
     def mean(self, name: str, own: Tensor | None, mean: Tensor) -> None:
-        """The mean gradient of a parameter.
+        """Measures the mean gradient of a parameter.
 
         Args:
-            name: of the parameter.
-            own: this site's gradient where it was formed.
+            name: full name of the parameter.
+            own: this site's gradient, where it was formed.
             mean: the mean gradient.
         """
         used = [slot for slot in self._slots[name].values() if not slot.lookup]
@@ -270,7 +271,8 @@ class Reading:
             return rows.singular_values[:, :SPECTRUM]
         if slot.weight in self._gauge.tables:
             formed_GOI = used_rows(formed_GOI)
-        starts = {} if slot.place in self._sparse else self._gauge.starts  # others in every step
+        # Sparse parts have other entries in every step: no start vectors from the step before.
+        starts = {} if slot.place in self._sparse else self._gauge.starts
         sigma_GK, start = leading_values(formed_GOI, SPECTRUM, starts.get(slot.place))
         if start is not None:
             starts[slot.place] = start
@@ -278,6 +280,5 @@ class Reading:
 
 
 def _square(t: Tensor) -> float:
-    """The squared norm of all elements."""
     row_11N = t.flatten()[None, None]
     return inner(row_11N, row_11N)

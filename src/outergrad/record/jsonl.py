@@ -15,18 +15,18 @@ from outergrad.record.recorders import checked
 class JSONL:
     """Writes the events of this site into a folder, a line of JSON each.
 
-    Every site has a file of its own there, `site-0.jsonl` and so on: sites of several machines
-    may write into a shared folder, or into one each, to be brought together later. A file that is
-    there already is appended to: so a training that goes on is one run.
+    Every site has its own file there, `site-0.jsonl` and so on. Sites of several machines may
+    write into a shared folder, or into one each, to be copied together later. An existing file is
+    appended to, so a resumed training stays one run.
 
     Args:
         path: the folder of the run; made if there is none.
         every: k: record every k-th step.
         budget: share of the time of a step that measuring and writing a recorded one may take:
-            layers that do not fit are measured another time, in turn, at least one. `math.inf`
+            layers that do not fit take turns, at least one per recorded step. `math.inf`
             measures all.
         samples: record norms of single samples, too, and which stand out (`Layer.outliers`):
-            whoever reads what is written sees them.
+            every reader of the files sees them.
 
     Raises:
         ValueError: a setting out of its range, or the path is a file.
@@ -43,7 +43,7 @@ class JSONL:
         self._files: dict[int, IO[str]] = {}
 
     def record(self, event: Event) -> None:
-        """Writes a line, at once: what there is of a run that dies can be read.
+        """Writes a line at once, so that the file of a run that dies is readable.
 
         Raises:
             OSError: the folder or the file cannot be written; names it.
@@ -67,7 +67,7 @@ class JSONL:
 
 
 def open_to_append(path: Path) -> IO[str]:
-    """To append whole lines: what a writer that died left of its last one gets an end."""
+    """Opens a file to append lines; ends an incomplete last line of a writer that died."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a", buffering=1, encoding="utf-8")
     if path.stat().st_size:

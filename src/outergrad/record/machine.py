@@ -1,4 +1,4 @@
-"""What a site computes on, in a line."""
+"""Description of a site's machine, in one line."""
 
 import os
 import platform
@@ -9,10 +9,10 @@ from outergrad._amounts import many
 
 
 def machine(device: torch.device) -> str:
-    """The system, its cores, PyTorch's threads, and the accelerator, if there is one.
+    """Returns the system, its cores, PyTorch's threads, and the accelerator, if there is one.
 
     Args:
-        device: of the parameters.
+        device: device of the parameters.
     """
     cores, threads = os.cpu_count() or 1, torch.get_num_threads()
     told = f"{platform.system()} {platform.machine()}, {many(cores, 'core')}"

@@ -1,4 +1,4 @@
-"""How many directions of this site's rows other sites have, too."""
+"""Share of the directions of this site's rows that other sites' rows have, too."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from outergrad.core.types import Factors, Slot
 from outergrad.linalg.overlap import shared_directions
 
 MOST_ROWS = 256
-"""Of all sites together: the Gram matrix of more is work beside the layer's own."""
+"""Rows of all sites up to which overlaps are measured; larger Gram matrices cost too much."""
 
 
 class Overlaps:
-    """What the rows of all sites have in common in one step, by weight."""
+    """Overlap of the rows of all sites in one step, by weight."""
 
     def __init__(self) -> None:
         self._sums: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         self.why: dict[str, str] = {}
 
     def clear(self) -> None:
-        """Forgets all: the step starts again."""
+        """Drops all overlaps, for a step that starts again."""
         self._sums.clear()
         self.why.clear()
 
     def add(self, slot: Slot, parts_S: Sequence[Arrived | None], rank: int) -> None:
-        """Takes what every site sent of one product.
+        """Adds one product.
 
         Args:
             slot: the product.
-            parts_S: of every site; None where it has no rows.
-            rank: this site.
+            parts_S: each site's part; None where it has no rows.
+            rank: rank of this site.
         """
         rows_S = [part.a_GRI if isinstance(part, Factors) else None for part in parts_S]
         own = rows_S[rank]
@@ -53,7 +53,7 @@ class Overlaps:
             self._sums[slot.weight].append(shared_directions(own, torch.cat([none, *others], 1)))
 
     def measured(self, name: str) -> dict[str, object]:
-        """As a field of `events.Layer`; none where it is not known."""
+        """Returns the overlap as a field of `events.Layer`; empty where it is not known."""
         if name in self.why or name not in self._sums:
             return {}
         squares, count = map(sum, zip(*self._sums[name], strict=True))
@@ -61,7 +61,7 @@ class Overlaps:
 
 
 def _ids(own_R: Tensor, others: Sequence[Tensor]) -> tuple[float, float]:
-    """Distinct ids are directions at right angles: how many of them others have, of how many."""
+    """Number of this site's ids that others have, and of all; ids are orthogonal directions."""
     if not others:
         return 0.0, float(len(own_R))
     return float(torch.isin(own_R, torch.cat([*others])).sum()), float(len(own_R))

@@ -1,4 +1,4 @@
-"""Warnings of what must not end a training."""
+"""Warnings that never raise."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 
 
 def warn(message: str) -> None:
-    """Warns; where warnings are errors, it is logged instead: other sites would be left alone."""
+    """Warns; logs where warnings are errors, since raising would leave other sites waiting."""
     try:
         warnings.warn(message, stacklevel=3)
     except Warning:

@@ -1,4 +1,4 @@
-"""Who is told of a session and how often, also of the end of a program that leaves it attached."""
+"""Recorders of a session, their pace, and their closing at the end of the program."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Recorders = Recorder | Sequence[Recorder] | None
 
 
 def recorders_of(given: Recorders) -> tuple[Recorder, ...]:
-    """One, several or none.
+    """Returns the recorders as a tuple, from one, several or none.
 
     Raises:
-        TypeError: one of them has no method `record`.
+        TypeError: a recorder is a class, lacks the method `record`, or has an invalid setting.
     """
     if given is None:
         return ()
@@ -56,7 +56,7 @@ def _records(recorder: object) -> bool:
 
 
 class Pace(NamedTuple):
-    """Seconds per step since the last recorded one; fields as in `events.Step`."""
+    """Average seconds per step since the last recorded one; fields as in `events.Step`."""
 
     seconds: float | None
     compress_s: float
@@ -65,7 +65,7 @@ class Pace(NamedTuple):
 
 
 class Client:
-    """A recorder, and what it has been told."""
+    """A recorder, with its settings and its progress."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -78,7 +78,7 @@ class Client:
         self._spent: list[tuple[float, float, float]] = []
 
     def forget(self) -> None:
-        """It is to be told of the run again."""
+        """Resets it for a new run."""
         self.begun, self._last = False, None
         self._spent.clear()
 
@@ -87,7 +87,7 @@ class Client:
         self._spent.append((stats.compress_s, stats.replay_s, stats.wait_s))
 
     def pace(self, step: int) -> Pace:
-        """On average since the last time, of everything alike: so parts are parts of the whole."""
+        """Returns averages since the last call, all over the same steps, so that parts add up."""
         last, self._last = self._last, (step, time.perf_counter())
         spent, self._spent = self._spent, []
         steps, seconds = max(len(spent), 1), None
@@ -113,18 +113,18 @@ def checked(every: int, budget: float) -> tuple[int, float]:
 
 
 class Closable(Protocol):
-    """What is closed when the program ends."""
+    """Object that is closed when the program ends."""
 
     def close(self, error: str = "") -> None:
-        """Ends it, with the type of the exception that ended the program, if one did."""
+        """Closes it; `error` is the type of the exception that ended the program, if one did."""
         ...
 
 
 class Ending:
-    """Closes something when the interpreter exits, unless it is gone or was closed before.
+    """Closes an object when the interpreter exits, unless it is gone or was closed before.
 
     Args:
-        closable: not kept alive.
+        closable: the object, which is not kept alive.
     """
 
     def __init__(self, closable: Closable) -> None:
@@ -132,13 +132,13 @@ class Ending:
         self._expected = False
 
     def expect(self) -> None:
-        """From now on there is something to close."""
+        """Registers the object to be closed at exit."""
         if not self._expected:
             self._expected = True
             atexit.register(self._exit)
 
     def cancel(self) -> None:
-        """There is nothing to close any more."""
+        """Unregisters the object."""
         self._expected = False
         atexit.unregister(self._exit)
 
@@ -149,7 +149,7 @@ class Ending:
 
 
 def _uncaught() -> str:
-    """The type of the exception that ends the program; Python keeps it for a debugger."""
+    """Type of the exception that ends the program; Python keeps it for a debugger."""
     kind = getattr(sys, "last_type", None)
-    at_prompt = hasattr(sys, "ps1")  # where an error ends nothing
+    at_prompt = hasattr(sys, "ps1")  # there an exception does not end the program
     return "" if kind is None or at_prompt else kind.__name__

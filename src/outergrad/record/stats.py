@@ -1,4 +1,4 @@
-"""Bytes and seconds of synchronised steps."""
+"""Statistics of synchronised steps: bytes and seconds."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from outergrad.core.transport import Comm
 
 @dataclass(frozen=True)
 class LayerStats:
-    """One weight, with the bias that travels with it, in the last synchronised step.
+    """Statistics of one weight, with the bias sent along with it, in the last synchronised step.
 
-    Or another parameter that travels by itself, or a block.
+    Also of another parameter that is sent by itself, or of a block.
 
     Attributes:
         travels: "factors", "low rank" (sketches, merged triplets), "sparse", "compressed",
             "replayed" or "dense".
         sent_bytes: payload that this site sent for it.
-        received_bytes: that it received.
-        kept_rows: R, rows that it sent, the width of the sketches or the entries; 0 for others.
+        received_bytes: payload that this site received for it.
+        kept_rows: R, the rows that it sent, the width of the sketches or the entries; 0 for others.
         compress_s: seconds from its rows to packed factors.
-        replay_s: seconds in which it was computed again for all sites.
+        replay_s: seconds in which it was replayed for all sites.
     """
 
     travels: str
@@ -34,15 +34,15 @@ class LayerStats:
 
 
 class Booking(NamedTuple):
-    """What one message does for one layer; the same in all steps that are alike.
+    """Effect of one message on one layer's statistics; constant while messages stay alike.
 
     Attributes:
-        layer: that it is booked on.
-        travels: as in `LayerStats`; what is dense besides does not change how a layer goes.
-        sent: bytes.
-        received: bytes.
+        layer: full name of the layer.
+        travels: as in `LayerStats`; a dense message besides another does not change the layer's.
+        sent: sent bytes.
+        received: received bytes.
         rows: as `kept_rows`.
-        share: of the seconds that the message took to make.
+        share: share of the seconds that the message took to make.
     """
 
     layer: str
@@ -54,11 +54,11 @@ class Booking(NamedTuple):
 
 
 class LayerBook(Mapping[str, LayerStats]):
-    """Bytes and seconds by layer, added up only when somebody looks.
+    """Statistics by layer, which are added up only when they are read.
 
     Attributes:
         compress_s: seconds of all layers from rows to packed factors.
-        replay_s: seconds in which blocks were computed again.
+        replay_s: seconds in which blocks were replayed.
     """
 
     def __init__(self) -> None:
@@ -67,14 +67,14 @@ class LayerBook(Mapping[str, LayerStats]):
         self._found: dict[str, LayerStats] = {}
 
     def forget(self) -> None:
-        """Nothing was done."""
+        """Drops all bookings."""
         self.compress_s = self.replay_s = 0.0
         self._booked, self._found = [], {}
 
     def book(
         self, bookings: Sequence[Booking], *, compress_s: float = 0.0, replay_s: float = 0.0
     ) -> None:
-        """Takes note of what a message does, and of the seconds that it took to make."""
+        """Adds the bookings of a message, and the seconds that it took to make."""
         self._booked.append((bookings, compress_s, replay_s))
         self.compress_s += compress_s
         self.replay_s += replay_s
@@ -113,17 +113,17 @@ class LayerBook(Mapping[str, LayerStats]):
 
 @dataclass(frozen=True)
 class Stats:
-    """What this site did.
+    """Statistics of this site.
 
     Attributes:
-        step: synchronised steps so far.
-        sent_bytes: payload and headers that this site sent in the last one.
-        received_bytes: that it received in it.
-        total_sent_bytes: in all of them, including the start of the session.
+        step: number of synchronised steps so far.
+        sent_bytes: payload and headers that this site sent in the last step.
+        received_bytes: payload and headers that it received in the last step.
+        total_sent_bytes: bytes sent in all steps, including the start of the session.
         compress_s: seconds in the last step spent on turning rows into factors.
-        replay_s: seconds in the last step in which blocks were computed again for all sites.
+        replay_s: seconds in the last step in which blocks were replayed for all sites.
         wait_s: seconds in the last step in which the training thread waited for other sites.
-        layers: the last step by full names of weights, of other parameters and of blocks.
+        layers: statistics of the last step, by full name of a weight, another parameter or a block.
     """
 
     step: int = 0
@@ -137,13 +137,13 @@ class Stats:
 
 
 class Since:
-    """What a transport has counted since this was made: at the beginning of a step."""
+    """Bytes that a transport has counted since this object was made, at the beginning of a step."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm, self._before = comm, (comm.sent_bytes, comm.received_bytes)
 
     def stats(self, step: int, **more: Any) -> Stats:
-        """Of the step, with seconds and layers as `Stats` has them."""
+        """Returns the statistics of the step; `more` are further fields of `Stats`."""
         total, received = self._comm.sent_bytes, self._comm.received_bytes
         sent_before, received_before = self._before
         return Stats(step, total - sent_before, received - received_before, total, **more)

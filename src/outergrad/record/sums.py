@@ -1,4 +1,4 @@
-"""Norms, angles and spectra of the gradients of a weight, from squares and products of parts."""
+"""Norms, angles and spectra of a weight's gradients, from squares and products of their parts."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from outergrad.linalg.leading import effective_rank, values_of_rows
 from outergrad.linalg.outer import stack, widened
 
 SPECTRUM = 16
-"""Singular values that are recorded."""
+"""Number of singular values that are recorded."""
 
 _CANCELLING = 1e-7
-"""Of the squared norm of a product of factors, relative to those of the factors."""
+"""Rounding error of a product's squared norm, relative to the product of its factors' ones."""
 
 _ROUNDING = 1e-6
-"""Of a squared norm, relative to it."""
+"""Relative rounding error of a squared norm."""
 
 
 @dataclass
 class Sums:
-    """Squares and products over all matrices of a weight; what was not measured is None.
+    """Squares and products over all matrices of a weight; None where not measured.
 
     Attributes:
         own: squared norm of this site's gradient.
-        mean: of the mean gradient.
-        both: inner product of these.
-        due: squared norm of what this site had to send.
-        missing: of what it did not send of that.
-        activations: of its activations.
-        deltas: of its deltas.
+        mean: squared norm of the mean gradient.
+        both: inner product of these two.
+        due: squared norm of what this site had to send: its gradient plus its residual.
+        missing: squared norm of the part of that which it did not send.
+        activations: squared norm of its activations.
+        deltas: squared norm of its deltas.
         sigma: singular values of each matrix of the mean gradient, (G, K).
     """
 
@@ -48,13 +48,13 @@ class Sums:
     sigma: list[Tensor] = field(default_factory=list)
 
     def add(self, **terms: float) -> None:
-        """Adds to each of them."""
+        """Adds terms to the fields of these names."""
         for name, term in terms.items():
             before = getattr(self, name)
             setattr(self, name, term if before is None else before + term)
 
     def measured(self) -> dict[str, object]:
-        """As fields of `events.Layer`; without those that were not measured."""
+        """Returns fields of `events.Layer`, without those that were not measured."""
         norms = {
             "activation_norm": self.activations,
             "delta_norm": self.deltas,
@@ -73,7 +73,7 @@ class Sums:
         return found
 
     def _above_cancelling(self, square: float | None) -> float | None:
-        """Zero where rows cancel: rounding leaves something of them, of either sign."""
+        """The square, but zero where rows cancel: rounding leaves a rest, of either sign."""
         if square is None or self.activations is None or self.deltas is None:
             return square
         return 0.0 if abs(square) < _CANCELLING * self.activations * self.deltas else square
@@ -89,12 +89,12 @@ class Sums:
 
 
 def _root(square: float) -> float:
-    """Rounding may leave less than nothing."""
+    """Square root; 0 for a negative square, which rounding may leave."""
     return math.sqrt(square) if square > 0 else square * 0
 
 
 class FactoredMean:
-    """A mean gradient of few rows: their Gram matrices tell what it is like."""
+    """Mean gradient of few rows, measured by the Gram matrices of its factors."""
 
     def __init__(self, factors: Factors, scale: float) -> None:
         self._factors, self._scale = factors, scale
@@ -103,22 +103,22 @@ class FactoredMean:
 
     @property
     def square(self) -> float:
-        """The squared norm."""
+        """Squared norm."""
         return (self._deltas_GRR * self._activations_GRR).sum().item() * self._scale**2
 
     @property
     def singular_values(self) -> Tensor:
-        """All of them, falling, (G, R) or less."""
+        """Singular values in falling order, (G, at most R)."""
         most = min(self._factors.d_GRO.shape[2], self._factors.a_GRI.shape[2])
         return self._scale * values_of_rows(self._deltas_GRR, self._activations_GRR, most)
 
     def inner(self, own: Gradient) -> float:
-        """With another gradient."""
+        """Returns the inner product with another gradient."""
         return self._scale * inner(own, self._factors)
 
 
 def squared_sum(gradient: Gradient, residual: Gradient | None) -> float:
-    """The squared norm of what is to be sent."""
+    """Returns the squared norm of gradient plus residual."""
     square = inner(gradient, gradient)
     if residual is None:
         return square
@@ -126,12 +126,12 @@ def squared_sum(gradient: Gradient, residual: Gradient | None) -> float:
 
 
 def above_rounding(missing: float, due: float) -> float:
-    """A difference of squares that are exact to about 1e-6."""
+    """Returns `missing`, but 0 if it may be a rounding error of the squared norm `due`."""
     return missing if missing > _ROUNDING * due else 0.0
 
 
 def squared_loss(rows: Factors, arrives: Factors) -> float:
-    """Of `(D - D') A' + D (A - A')`: nothing large cancels in it."""
+    """Returns the squared norm of `(D - D') A' + D (A - A')`: nothing large cancels in it."""
     of_deltas = Factors(rows.d_GRO - arrives.d_GRO, arrives.a_GRI)
     if rows.a_GRI.dim() == 1:  # ids are not encoded
         return inner(of_deltas, of_deltas)

@@ -20,20 +20,20 @@ _FLUSH_S = 10
 class TensorBoard:
     """Writes the events of this site for TensorBoard, into `dir/site-<rank>`.
 
-    `tensorboard --logdir dir` shows the sites as runs. Tags are `<figure>/<layer>`, as
-    `effective_rank/encoder.0.weight` or `sent_bytes/encoder.0.weight`, and `step/<figure>`, as
-    `step/seconds`; what the training loop logs keeps its names. Singular values are histograms
-    of their logarithms to base 10; how a layer travels is a text, written when it changes. Where a
-    training goes on from a checkpoint, what was written of later steps is hidden.
+    `tensorboard --logdir dir` shows the sites as runs. Tags are `<figure>/<layer>`, e.g.
+    `effective_rank/encoder.0.weight` or `sent_bytes/encoder.0.weight`, and `step/<figure>`, e.g.
+    `step/seconds`. Scalars of the training loop keep their names. Singular values are histograms
+    of their logarithms to base 10. How a layer is sent is a text, written when it changes. If
+    training resumes from a checkpoint, entries of later steps are hidden.
 
     Args:
         dir: folder of the run; made if there is none.
         every: k: record every k-th step.
         budget: share of the time of a step that measuring and writing a recorded one may take:
-            layers that do not fit are measured another time, in turn, at least one. `math.inf`
+            layers that do not fit take turns, at least one per recorded step. `math.inf`
             measures all.
         samples: record norms of single samples, too, and which stand out (`Layer.outliers`):
-            whoever reads what is written sees them.
+            every reader of the files sees them.
 
     Raises:
         ImportError: the package tensorboard is not installed.
@@ -55,7 +55,7 @@ class TensorBoard:
         self._travels: dict[str, str] = {}
 
     def record(self, event: Event) -> None:
-        """Hands its numbers to TensorBoard's writer, whose thread writes them to the file."""
+        """Passes an event's numbers to TensorBoard's writer, whose thread writes the file."""
         if isinstance(event, End):
             return
         writer = self._writer_for(event)
@@ -75,7 +75,7 @@ class TensorBoard:
             writer.add_text("sites", f"{event.epoch}: {', '.join(event.sites)}", event.step)
 
     def close(self) -> None:
-        """Writes what is left and closes the file; a later event opens another."""
+        """Writes the rest and closes the file; a later event opens a new one."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -100,7 +100,6 @@ class TensorBoard:
 
 
 def _table(run: Run) -> str:
-    """In Markdown, which TensorBoard shows."""
     told = [f"| {name} | {value} |" for name, value in about(run).items()]
     shapes = [f"| {name} | {' x '.join(map(str, shape))} |" for name, shape in run.shapes.items()]
     rule = "|---|---|"

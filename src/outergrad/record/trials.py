@@ -1,4 +1,4 @@
-"""What a chooser of methods has found, behind the lines of the coverage table."""
+"""Findings of `og.Auto()`'s trials, appended to the lines of the coverage table."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from outergrad.record.coverage import Coverage
 
 
 def trials_noted(lines: Coverage, units: Sequence[Unit], chooser: Chooser) -> Coverage:
-    """Says of each parameter which method was chosen, what steps take by it, and by others.
+    """Returns the table with each parameter's chosen method, and the step times of its trials.
 
     Args:
         lines: the table.
-        units: of the model.
-        chooser: of their methods.
+        units: units of the model.
+        chooser: chooser of their methods.
     """
     told = {name: _told(unit, chooser) for unit in units for name in unit.params}
     found = (replace(line, why=line.why + told.get(line.parameter, "")) for line in lines)
@@ -28,7 +28,7 @@ def _told(unit: Unit, chooser: Chooser) -> str:
     kept_s = chooser.kept_seconds
     took = "by the forecast" if kept_s is None else f"{seconds(kept_s)} a step"
     others = sorted(chooser.trials_of(unit), key=lambda pair: pair[1].step)
-    last = dict(others)  # of several trials of a method the last one
+    last = dict(others)  # the last trial of each method
     return "; ".join([f"; Auto: {chooser.method_of(unit)!r}, {took}", *map(_trial, last.items())])
 
 

@@ -15,22 +15,22 @@ AXIS = "outergrad/step"
 class WandB:
     """Logs the events of this site to a run of Weights & Biases.
 
-    One `run.log` per recorded step, with tags as `effective_rank/encoder.0.weight` and
-    `step/seconds`, and one for what the training loop logs, under its own names. The number of
-    synchronised steps is in each as `outergrad/step`, the axis of these charts. The step of
-    Weights & Biases itself, which may only grow, stays yours: it counts calls, those of your own
-    `run.log` too, so pass no `step=` there, or log everything by `session.log`. The run's
-    configuration gets an entry `outergrad`. Give each site a run of its own, with `group=` alike,
-    or one site alone a recorder.
+    One `run.log` per recorded step, with tags like `effective_rank/encoder.0.weight` and
+    `step/seconds`, and one for each call of `session.log`, under the names given there. Each
+    contains the number of synchronised steps as `outergrad/step`, the axis of these charts. The
+    step of Weights & Biases itself, which may only grow, stays yours: it counts calls, including
+    those of your own `run.log`, so pass no `step=` there, or log everything by `session.log`. The
+    run's configuration gets an entry `outergrad`. Give each site its own run, with the same
+    `group=`, or give only one site a recorder.
 
     Args:
-        run: of `wandb.init(...)`; yours to finish.
+        run: result of `wandb.init(...)`, which you finish yourself.
         every: k: record every k-th step.
         budget: share of the time of a step that measuring and writing a recorded one may take:
-            layers that do not fit are measured another time, in turn, at least one. `math.inf`
+            layers that do not fit take turns, at least one per recorded step. `math.inf`
             measures all.
         samples: record norms of single samples, too, and which stand out (`Layer.outliers`):
-            whoever reads what is written sees them.
+            every reader of the run sees them.
 
     Raises:
         ValueError: a setting out of its range.
@@ -46,7 +46,7 @@ class WandB:
         self._defined: set[str] = set()
 
     def record(self, event: Event) -> None:
-        """Keeps what it says of a layer until the step that is behind it."""
+        """Logs an event; a layer's figures are kept until the event of their step."""
         if isinstance(event, Run):
             self._begin(event)
         elif isinstance(event, Layer):
@@ -56,7 +56,7 @@ class WandB:
             self._log(event)
 
     def close(self) -> None:
-        """Forgets layers without a step; the run stays open."""
+        """Drops layers that have no step yet; the run stays open."""
         self._layers = {}
 
     def _begin(self, run: Run) -> None:
@@ -78,7 +78,7 @@ class WandB:
         self.run.log(values)
 
     def _define(self, *names: str) -> None:
-        """Draws them over synchronised steps."""
+        """Makes synchronised steps the axis of these metrics."""
         for name in names:
             if name not in self._defined:
                 self._defined.add(name)

@@ -1,1 +1,1 @@
-"""Parts of a model that every site computes again for all sites' rows: no communication here."""
+"""Blocks: parts of a model that every site replays for all sites' rows. No communication here."""

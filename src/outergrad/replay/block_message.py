@@ -1,4 +1,4 @@
-"""What a site sends of a block in one step, and what comes of what all sites sent."""
+"""Messages of a block in one step: written by its site, and read into gradients by every site."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from outergrad.replay.run import PREVIOUS, Message, PlacedRun, Shape, sent_run
 
 
 class BlockMessage:
-    """The uses of a block that a backward will capture, as they will be sent.
+    """Message with the uses of a block that the current backward pass will capture.
 
     Args:
-        uses: in the order of forward.
-        codecs: what numbers go through.
-        replayer: computes them again.
+        uses: the uses, in the order of the forward pass.
+        codecs: encode the floating tensors.
+        replayer: recomputes the uses.
 
     Attributes:
-        nbytes: how long it is.
+        nbytes: length of the message.
     """
 
     def __init__(self, uses: Sequence[Use], codecs: Codecs, replayer: Replayer) -> None:
@@ -51,7 +51,7 @@ class BlockMessage:
         return [use.member, use.about, places, *(marks or [None])]
 
     def _place(self, use: Use, k: int) -> int:
-        """Of a tensor; what several uses are given, as a mask, is sent once."""
+        """Index of an input tensor in the message; one that several uses read is sent once."""
         if k not in use.constants:
             return self._add((use, "kept", k), use.shapes[k])
         tensor = use.constants[k][0]
@@ -66,7 +66,7 @@ class BlockMessage:
         return len(self._shapes) - 1
 
     def write(self, out: Tensor, scale: float) -> None:
-        """Fills this site's part of a message, once all deltas have arrived: scale times these."""
+        """Writes this site's payload once all deltas have arrived, with these times `scale`."""
         tensors = self.tensors
         for place, (_, kind, _) in enumerate(self._sources):
             if kind == "deltas":
@@ -76,9 +76,10 @@ class BlockMessage:
         self._message.write(tensors, out)
 
     def _mark_decoded(self, tensors: list[Tensor]) -> None:
-        """Puts in fingerprints of what the receivers' replays have to give.
+        """Replaces the fingerprints by those of a replay from the decoded tensors.
 
-        Codecs change what a block is given, and so what it gives: this site computes both.
+        Lossy codecs change a block's inputs and so its outputs, hence the fingerprints of the
+        forward pass do not fit. This site computes what the receivers will get.
         """
         runs = self._message.runs
         exact, decoded = (
@@ -89,21 +90,21 @@ class BlockMessage:
         try:
             found = self._replayer.fingerprints(exact, decoded)
         except ReplayError:
-            return  # it fails on all sites, which then say so
+            return  # the replay then fails on every site, and each raises
         for mark, one in zip(marks, found, strict=True):
             if mark is not None and one is not None:
                 tensors[mark] = one
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What is sent."""
+        """Tensors to send, verified as unchanged since their deltas arrived."""
         for use in {id(use): use for use, _, _ in self._sources}.values():
             use.read()
         return [getattr(use, kind)[k] for use, kind, k in self._sources]
 
 
 def _runs(uses: Sequence[Use]) -> list[list[Use]]:
-    """The uses of which each reads the output of the one before, and nothing else does."""
+    """Groups uses into runs, in which each use is the only reader of the output before it."""
     runs: list[list[Use]] = []
     for use in uses:
         run = next((r for r in runs if use.linked and r[-1] is use.previous), None)
@@ -115,14 +116,14 @@ def _runs(uses: Sequence[Use]) -> list[list[Use]]:
 
 
 class Blocks:
-    """The blocks of a session, in the order in which headers count them."""
+    """Blocks of a session, in the order in which headers count them."""
 
     def __init__(self) -> None:
         self._tapped: dict[Block, TappedBlock] = {}
         self._messages: dict[Block, BlockMessage] = {}
 
     def add(self, tapped: TappedBlock) -> None:
-        """Takes in the next one."""
+        """Appends a block."""
         self._tapped[tapped.block] = tapped
 
     def __iter__(self) -> Iterator[TappedBlock]:
@@ -132,22 +133,27 @@ class Blocks:
         return self._tapped[block]
 
     def announce(self, block: Block) -> BlockMessage:
-        """What the current backward will capture of it."""
+        """Returns the message that the current backward pass will send for a block."""
         tapped = self._tapped[block]
         self._messages[block] = BlockMessage(tapped.uses(), tapped.codecs, tapped.replayer)
         return self._messages[block]
 
     def message(self, block: Block) -> BlockMessage:
-        """What was announced of it."""
+        """Returns the message announced for a block."""
         return self._messages[block]
 
     def unrepeated(self, param: str, told: str) -> str | None:
-        """What to say of the module with a parameter whose replay was not like its forward."""
+        """Returns the error text for the module that owns a parameter, or None if no block has it.
+
+        Args:
+            param: full name of the parameter.
+            told: start of the sentence: which computation differed from the forward pass.
+        """
         found = (block.unrepeated(param, told) for block in self)
         return next((said for said in found if said is not None), None)
 
     def forget(self) -> None:
-        """The step is over: lets go of activations and deltas, and counts what passes anew."""
+        """Drops the step's messages, hence activations and deltas, and resets the byte counts."""
         self._messages.clear()
         for tapped in self:
             tapped.untapped_nbytes = 0
@@ -156,17 +162,19 @@ class Blocks:
 def block_gradients(
     tapped: TappedBlock, data_S: Sequence[Tensor | None], scale: float, rank: int
 ) -> dict[str, Tensor]:
-    """Gradients of a block's parameters: the sum over the sites, in their order, times scale.
+    """Returns the gradients of a block's parameters: `scale` times the sum over the sites.
+
+    The sum goes in the order of the sites.
 
     Args:
         tapped: the block.
-        data_S: what each site sent; None where it did not use the block.
-        scale: for all.
-        rank: of this site.
+        data_S: payload of each site; None where a site did not use the block.
+        scale: factor of every gradient.
+        rank: rank of this site.
 
     Raises:
-        RefusedError: what a site sent cannot be read or computed again, or does not give what that
-            site had in forward.
+        RefusedError: a site's payload cannot be read or replayed, or its replay differs from that
+            site's forward pass.
     """
     runs_S = [_runs_of(tapped, site, data, scale) for site, data in enumerate(data_S)]
     pairs = [(site, run) for site, runs in enumerate(runs_S) for run in runs]
@@ -175,7 +183,7 @@ def block_gradients(
     except RefusedError:
         raise
     except Exception as error:
-        # It comes of one site's runs alone; if all raise, it is not for what they sent.
+        # Blame a site only if its runs alone raise; if every site's do, no payload is at fault.
         odd = [rank for rank, runs in enumerate(runs_S) if runs and not _works(tapped, runs)]
         if odd and len(odd) < sum(map(bool, runs_S)):
             what = f"what site {odd[0]} sent of {tapped.block.name!r} cannot be computed: {error}"

@@ -1,4 +1,4 @@
-"""Blocks in autograd: traced in forward, captured in backward."""
+"""Blocks in autograd: traced in the forward pass, captured in the backward pass."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from outergrad.replay.run import Shape
 
 
 class BlockSink(Protocol):
-    """Who is told what happens to blocks."""
+    """Receiver of a block's events."""
 
     def taps_block(self, block: Block) -> bool:
-        """Whether the block's uses should be captured in this forward."""
+        """True if the block's uses should be captured in this forward pass."""
         ...
 
     def on_use(self, block: Block, use: Use) -> None:
-        """The deltas of a use have arrived."""
+        """Called when the deltas of a use have arrived."""
         ...
 
 
 class TappedBlock:
-    """A block of a model while a session is attached.
+    """Block of a model while a session is attached.
 
     Args:
         found: the block.
-        watched: its parameters; per module that can be called.
-        sink: is told.
-        alarm: of the model; None for one of its own.
+        watched: its parameters, for each callable module.
+        sink: receives the block's events.
+        alarm: alarm of the model; None creates one for this block alone.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class TappedBlock:
         for swap in self.swaps:
             swap.restore()
 
-    # -- in forward -----------------------------------------------------------------------------
+    # -- forward pass ---------------------------------------------------------------------------
 
     def call(self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward of a module: traced, or as it is.
+        """Runs the forward pass of a module, traced if its uses are to be captured.
 
         Raises:
-            ValueError: all that it reads is what enters the model, which may not be sent.
+            ValueError: it reads only the model's own input, which may not be sent.
         """
         tappable = may_be_tapped(args, kwargs)
         if torch.is_grad_enabled() and tappable and self._active(member, args, kwargs):
@@ -91,12 +91,12 @@ class TappedBlock:
         return y
 
     def pass_by(self) -> None:
-        """Its only module is computed by somebody else, for now."""
+        """Notes that the block's only module is computed elsewhere, so it cannot be captured."""
         if self._counts(0):
             self.untapped_nbytes += UNSENDABLE
 
     def _counts(self, member: int) -> bool:
-        """Whether what is computed here and now has to be shared."""
+        """True if the gradient of this call will have to be synchronised."""
         trained = any(p.parameter.requires_grad for p in self._watched[member])
         return torch.is_grad_enabled() and trained and current_task() == NO_TASK
 
@@ -148,10 +148,10 @@ class TappedBlock:
         return traced.rebuild([next(new) if t.is_floating_point() else t for t in traced.outputs])
 
     def gradients(self, runs: Sequence[SentRun]) -> dict[str, Tensor]:
-        """The sum of what the runs add to the gradients, by full name.
+        """Returns the sum of the runs' gradients, by full parameter name.
 
         Raises:
-            RefusedError: a replay failed, or gave something else than the forward.
+            RefusedError: a replay failed, or its outputs differ from those of the forward pass.
         """
         try:
             return self.replayer.gradients(runs)
@@ -161,20 +161,20 @@ class TappedBlock:
             raise RefusedError(told, error.site, param) from error.__cause__
 
     def unrepeated(self, param: str, told: str) -> str | None:
-        """What to say of the module with this parameter, if it is one of these."""
+        """Returns the error text for the module that owns this parameter, or None."""
         for name, params in zip(self._names, self._watched, strict=True):
             if any(p.name == param for p in params):
                 return unrepeated(name, told, explicit=self._explicit)
         return None
 
     def params_of(self, use: Use) -> set[str]:
-        """Full names of the parameters of the module that was used."""
+        """Full names of the parameters of the module that `use` called."""
         return {p.name for p in self._watched[use.member]}
 
-    # -- in backward ----------------------------------------------------------------------------
+    # -- backward pass --------------------------------------------------------------------------
 
     def uses(self) -> list[Use]:
-        """Those that the current backward reaches, in the order of forward."""
+        """Uses that the current backward pass reaches, in the order of the forward pass."""
         alive = [use for use in map(use_of, self._live) if use is not None]
         trains = [any(p.accumulates() for p in params) for params in self._watched]
         return [use for use in alive if use.runs() and trains[use.member]]
@@ -183,11 +183,11 @@ class TappedBlock:
         """Takes the deltas of one use.
 
         Returns:
-            What autograd gets for the outputs, what was read, and the parameters.
+            The gradients that autograd gets for the outputs, the tensors read and the parameters.
 
         Raises:
-            RuntimeError: for backward(create_graph=True) and autograd.grad on weights, and where a
-                delta was taken to follow from another one, and does not.
+            RuntimeError: under backward(create_graph=True) and autograd.grad on weights, and if a
+                delta that was expected to follow from another use's delta does not.
         """
         self._check_unchanged(use)
         watched, read = self._watched[use.member], ctx.saved_tensors
@@ -203,15 +203,15 @@ class TappedBlock:
     def _returned(
         self, use: Use, read: Sequence[Tensor], deltas: Sequence[Tensor], wanted: Sequence[bool]
     ) -> list[Tensor | None]:
-        """What autograd itself needs: gradients of parameters, or a graph that leads to them.
+        """Gradients that autograd itself asks for, or a graph that leads to the parameters.
 
-        Where the graph is kept, the use is computed again with the real parameters, and all that
-        its outputs depend on gets its gradient from there.
+        Under create_graph=True the use is replayed with the real parameters. Its inputs and
+        parameters then get their gradients through that graph.
         """
         watched, keeps_graph = self._watched[use.member], torch.is_grad_enabled()
         if not (keeps_graph or any(wanted)):
             return [*deltas, *[None] * (len(read) + len(watched))]
-        with torch.enable_grad():  # views are without the hooks of what they are views of
+        with torch.enable_grad():  # a view does not carry the hooks of its base
             seen = [t.view_as(t) for t in read]
             params = {p.name: p.parameter.view_as(p.parameter) for p in watched}
             outputs = self.replayer.again(SentUse(use.member, use.about, use.tensors(seen)), params)

@@ -1,4 +1,4 @@
-"""Uses of a block's modules, and which of them read the output of the one before alone."""
+"""Uses of a block's modules, and detection of uses that alone read the previous use's output."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from outergrad.replay.run import Shape
 
 @dataclass(eq=False)
 class Use:
-    """One use of a block's module.
+    """One call of a block's module in the forward pass.
 
     Attributes:
-        member: which module.
-        about: plain values for its replay.
-        shapes: of its tensors.
-        constants: those that need no gradient, by place, with their versions.
-        outputs: shapes of its floating outputs.
-        marks: their fingerprint, if it is sent.
-        entry: the place of the tensor that is the only output of another use, if one is.
-        previous: that use.
-        linked: whether nothing else is known to read that output, so that its delta follows.
-        followers: the uses that it is the previous of.
-        node: what autograd runs when their deltas are there.
-        kept: its tensors, from when the deltas have arrived.
-        deltas: of its floating outputs.
-        entry_delta: what its own replay would give for the entry.
-        memory: of these tensors and deltas, until they are read.
-        is_nothing: whether its outputs got no gradient at all, for which zeros stand.
+        member: index of the module in the block.
+        about: plain values that the replay needs.
+        shapes: shapes of the tensors it reads.
+        constants: tensors without a gradient, by index, each with its version.
+        outputs: shapes of the floating outputs.
+        marks: fingerprint of the outputs, if one is sent.
+        entry: index of the tensor that is the only output of the previous use; None if none is.
+        previous: the use that returned the entry.
+        linked: True if no other reader of that output is known, so that its delta follows by
+            replay.
+        followers: nodes of the uses whose `previous` is this one.
+        node: autograd node that runs when the deltas are there.
+        kept: tensors it read, from when the deltas have arrived.
+        deltas: deltas of the floating outputs.
+        entry_delta: gradient of the entry that comes from this use.
+        memory: guard of `kept` and `deltas` against overwriting, until they are read.
+        is_nothing: True if no output got a gradient; the deltas are then zeros.
     """
 
     member: int
@@ -58,7 +59,7 @@ class Use:
     is_nothing: bool = False
 
     def defined(self, deltas: Sequence[Tensor | None], device: torch.device) -> list[Tensor]:
-        """Deltas as a replay needs them: of zeros where a backward has none for an output."""
+        """Returns one delta per floating output, with zeros where autograd has none."""
         self.is_nothing = all(delta is None for delta in deltas)
         return [
             torch.zeros(shape.sizes, dtype=shape.dtype, device=device) if delta is None else delta
@@ -66,24 +67,24 @@ class Use:
         ]
 
     def runs(self) -> bool:
-        """Whether the current backward reaches it."""
+        """True if the current backward pass reaches this use."""
         return will_run(self.node and self.node())
 
     def tensors(self, read: Sequence[Tensor]) -> list[Tensor]:
-        """What it read: those that need a gradient, and the constants in their places."""
+        """Returns all tensors the use read: `read`, with the constants inserted by index."""
         rest = iter(read)
         kept = [self.constants.get(k) for k in range(len(self.shapes))]
         return [next(rest) if constant is None else constant[0] for constant in kept]
 
     def release(self) -> None:
-        """Lets go of what its step is done with: the graph may be kept, as with a loss."""
+        """Drops the tensors after the step: a loss that is kept may keep the graph alive."""
         self.kept, self.deltas, self.entry_delta, self.memory = [], (), None, None
 
     def read(self) -> None:
-        """Has its tensors and deltas be what they were when its deltas arrived.
+        """Restores the tensors and deltas to their values at the time the deltas arrived.
 
         Raises:
-            OverwrittenError: they have been written to or freed.
+            OverwrittenError: they have been written to or freed since.
         """
         if self.memory is not None:
             tensors, count = self.memory(), len(self.kept)
@@ -91,12 +92,12 @@ class Use:
 
     @property
     def as_sent(self) -> SentUse:
-        """As if it had travelled."""
+        """This use in the form in which a receiver gets it."""
         return SentUse(self.member, self.about, self.kept, *self.marks)
 
 
 class _Latest(NamedTuple):
-    """The only output of the last use, as long as it is what the use returned."""
+    """The only output of the last use. A changed version tells of an in-place operation since."""
 
     output: ref[Tensor]
     version: int
@@ -104,13 +105,13 @@ class _Latest(NamedTuple):
 
 
 def use_of(node: NodeRef) -> Use | None:
-    """Whose deltas a node hands on, as long as its graph lives."""
+    """Returns the use that belongs to an autograd node; None once its graph is gone."""
     found = node()
     return None if found is None else found.use
 
 
 class Following:
-    """Learns which uses of a block's modules read the output of the one before, and alone.
+    """Learns which uses of a block's modules are the only reader of the previous use's output.
 
     Args:
         names: full names of the modules.
@@ -122,16 +123,16 @@ class Following:
         self._sole: dict[tuple[int, int], bool] = {}
 
     def note(self, use: Use, outputs: Sequence[Tensor]) -> None:
-        """A use has returned these."""
+        """Remembers the only output of a use, as a possible input of the next one."""
         assert use.node is not None
         only = outputs[0] if len(outputs) == 1 else None
         self._latest = None if only is None else _Latest(ref(only), only._version, use.node)
 
     def entry(self, args: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
-        """The argument that is the output of the last use, and a view of it in its place.
+        """Returns the argument that is the last use's output, and a view to pass in its place.
 
-        What comes back to the view comes from this use alone. An output that was changed in place
-        since is another: a sum hands its delta on as it is, and would not be told from it.
+        The gradient of the view comes from this use alone. An output changed in place since does
+        not count: a sum passes its delta on unchanged, so the two could not be told apart.
         """
         latest = self._latest and self._latest.output()
         if latest is None or current_task() != NO_TASK or not any(a is latest for a in args):
@@ -140,7 +141,13 @@ class Following:
         return None if latest._version != self._latest.version else (latest, latest.view_as(latest))
 
     def link(self, use: Use, seen: Tensor, place: int) -> None:
-        """Notes that a use reads such a view, as its tensor at a place."""
+        """Links a use to the previous one, whose output it reads as the view `seen`.
+
+        Args:
+            use: the reader.
+            seen: the view that `entry` returned.
+            place: index of the view among the tensors of `use`.
+        """
         assert self._latest is not None
         assert use.node is not None
         previous, node = use_of(self._latest.use), use.node
@@ -158,16 +165,16 @@ class Following:
         seen.register_hook(keep)
 
     def forget(self, use: Use) -> None:
-        """Nothing is learnt of a backward that does not share the deltas of a use."""
+        """Drops the entry deltas of a backward pass that does not share the deltas of `use`."""
         for follower in map(use_of, use.followers):
             if follower is not None:
                 follower.entry_delta = None
 
     def check(self, use: Use) -> None:
-        """Learns whether the delta of the only output came from one use alone.
+        """Learns whether the delta of the only output came from one follower alone.
 
         Raises:
-            RuntimeError: it was taken to, and did not.
+            RuntimeError: a follower was sent as the only reader, and is not.
         """
         followers = [f for f in map(use_of, use.followers) if f is not None]
         ran = [follower for follower in followers if follower.entry_delta is not None]
@@ -187,5 +194,5 @@ class Following:
 
 
 def _is_same(delta: Tensor, other: Tensor | None) -> bool:
-    """Whether nothing was added: a sum has memory of its own, as long as `other` lives."""
+    """True if autograd added nothing: a sum has new memory, as long as `other` lives."""
     return other is not None and delta.data_ptr() == other.data_ptr()

@@ -1,4 +1,4 @@
-"""Which parts of a model are computed again by all sites."""
+"""Search of a model for the parts that all sites replay."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
 
 
 class BlockFinder:
-    """Looks for the blocks that one compressor asks for.
+    """Finds the blocks that one compressor asks for.
 
     Args:
         model: the model.
-        compressor: what asks.
-        full_names: by identity, of the trained parameters that belong to it.
-        hosts: where chains run, by identity: those of several compressors may share one.
+        compressor: its `replays` says which blocks; its `wire` gives their codecs.
+        full_names: full names of the compressor's trained parameters, by identity.
+        hosts: hosts of chains, by identity of the module. Compressors may share one.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class BlockFinder:
         self.owned: set[int] = set()
 
     def found(self) -> Iterator[FoundBlock]:
-        """The blocks, those of names first.
+        """Yields the blocks, starting with those named in `blocks`.
 
         Raises:
-            ValueError: what is named cannot be computed again by other sites.
+            ValueError: a named module cannot be replayed by other sites.
         """
         for group in _siblings(self._named()):
             yield self._of_modules(group, explicit=True)
@@ -64,7 +64,7 @@ class BlockFinder:
     # -- modules --------------------------------------------------------------------------------
 
     def _named(self) -> list[str]:
-        """Names that match a pattern, without those within others."""
+        """Names that match a pattern, in model order, without modules inside other matches."""
         names: list[str] = []
         for pattern in self._replays.blocks:
             matching = [n for n in self._modules if n and fnmatchcase(n, pattern)]
@@ -122,13 +122,16 @@ class BlockFinder:
                 )
 
     def _is_fit(self, module: nn.Module) -> bool:
-        """Whether a module without a name in `blocks` can be computed again."""
+        """True if a module that `blocks` does not name can be replayed."""
         params = list(module.parameters())
         plain = all(id(p) in self._full_names and self._times[id(p)] == 1 for p in params)
         return id(module) not in self.owned and plain and bool(params) and not _is_computed(module)
 
     def _reads_made(self, module: nn.Module) -> bool:
-        """Whether what it reads may be sent: not the data, which the first of a model reads."""
+        """True if the module's input may be sent.
+
+        The owner of the first trained parameter reads the raw data, which stay on their site.
+        """
         first = next(iter(self._full_names))
         return self._replays.raw_inputs or all(id(p) != first for p in module.parameters())
 
@@ -196,7 +199,6 @@ def _member(tapped: TappedBlock, member: int) -> Any:
 
 
 def _siblings(names: Sequence[str]) -> list[list[str]]:
-    """Names with the same parent, in their order."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(name.rpartition(".")[0], []).append(name)
@@ -204,7 +206,7 @@ def _siblings(names: Sequence[str]) -> list[list[str]]:
 
 
 def _is_computed(module: nn.Module) -> bool:
-    """Whether some weight is computed from others, as by `weight_norm`."""
+    """True if a weight is computed from others, e.g. by `weight_norm`."""
     return any(name == "parametrizations" for name, _ in module.named_modules())
 
 

@@ -1,7 +1,8 @@
-"""edAD: of a chain of layers the activations travel and the last delta; the others follow.
+"""edAD for a chain of layers: sends all activations but only the last delta.
 
-With A_l the input of layer l, y_l its output and A_{l+1} = f_l(y_l) what the functions between make
-of it, the deltas of all rows are computed again from the weights that all sites share,
+The other deltas follow by replay. With A_l the input of layer l, y_l its output and A_{l+1} =
+f_l(y_l) the result of the functions between, every site computes the deltas of all rows from the
+shared weights,
 
     delta_l = f_l'(y_l) * (delta_{l+1} W_{l+1}),        dW_l = delta_lᵀ A_l,
 
@@ -30,10 +31,10 @@ class Chain:
     """Layers of an `nn.Sequential` whose activations are sent: `Replayer` of a block.
 
     Args:
-        layers: in their order, each with a bias or without.
-        between: what stands between each two of them.
-        full_names: of the trained parameters, by identity.
-        exact: whether activations arrive as they were.
+        layers: the layers, in order, with or without a bias.
+        between: the modules between each pair of consecutive layers.
+        full_names: full names of the trained parameters, by identity.
+        exact: True if receivers get the activations without loss.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Chain:
         self._device = layers[0].weight.device
 
     def trace(self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-        """See `Replayer`: the activations of every layer, and the last one's output."""
+        """See `Replayer`: sends the activations of every layer; returns the last layer's output."""
         (x,) = args
         detached = {key: p.detach() for key, p in self._params.items()}
         activations, seeds = [x], list[str | None]()
@@ -69,9 +70,10 @@ class Chain:
         return Traced(about, activations, [y], lambda new: new[0])
 
     def _settings(self) -> str:
-        """Of all modules, as text of one length: with these and what is sent, the rest follows."""
+        """Digest of all modules' settings, as text of fixed length; sites must agree on it."""
         told = [
-            [getattr(m, name, None) for name in getattr(m, "__constants__", ())]  # as PyTorch's do
+            # PyTorch's layers list their settings in `__constants__`.
+            [getattr(m, name, None) for name in getattr(m, "__constants__", ())]
             for m in self.modules
         ]
         return f"{zlib.crc32(repr(told).encode()):08x}"
@@ -79,7 +81,7 @@ class Chain:
     def _through(
         self, between: Between, y: Tensor, params: Mapping[int, Tensor]
     ) -> tuple[Tensor, str | None]:
-        """Activations, and the seed of what was drawn for them; known functions draw nothing."""
+        """Returns the next activations and the seed of their random numbers, if any were drawn."""
         if between.is_known:
             return between(y, params), None
         with recorded(self._device) as draws:
@@ -87,7 +89,7 @@ class Chain:
         return a, draws.seed
 
     def may_trace(self, member: int) -> bool:
-        """See `Replayer`: not while a hook wants to see what goes through one of them."""
+        """See `Replayer`: False while a module has hooks, which a trace would bypass."""
         return not any(map(has_hooks, self.modules))
 
     def plain(self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -98,9 +100,10 @@ class Chain:
         return y
 
     def nbytes(self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> int:
-        """See `Replayer`: as many numbers per row as the layers read and the last one returns.
+        """See `Replayer`: counts the elements per row that all layers read and the last returns.
 
-        Exact for linear layers; of convolutions the first one's positions count for all.
+        Exact for linear layers; for convolutions, the number of positions of the first one is taken
+        for all.
         """
         (x,) = args
         first = self._layers[0].weight.shape[1] * getattr(self._layers[0], "groups", 1)
@@ -108,8 +111,8 @@ class Chain:
         return x.nbytes * sum(widths) // max(first, 1) + y.nbytes
 
     def again(self, sent: SentUse, params: Mapping[str, Tensor]) -> list[Tensor]:
-        """See `Replayer`: from what enters it, as what is between its layers has a graph, too."""
-        names = self._full_names  # those that are not trained have none
+        """See `Replayer`: replays from the block's input, so that all parts have a graph."""
+        names = self._full_names  # a frozen parameter has no name here
         used = {key: params.get(names.get(key, ""), p.detach()) for key, p in self._params.items()}
         (a, *_), about, device = sent.tensors, sent.about, self._device
         assert a is not None
@@ -123,7 +126,7 @@ class Chain:
         return [y]
 
     def gradients(self, runs: Sequence[SentRun]) -> dict[str, Tensor]:
-        """See `Replayer`: the rows of all sites at once where nothing is drawn."""
+        """See `Replayer`: stacks the rows of all sites where no random numbers are drawn."""
         for run in runs:
             if run.links[0].about["settings"] != self._settings():
                 raise ReplayError(run.site, 0)
@@ -136,11 +139,11 @@ class Chain:
     def fingerprints(
         self, exact: Sequence[SentRun], decoded: Sequence[SentRun]
     ) -> list[Tensor | None]:
-        """See `Replayer`: it has none."""
+        """See `Replayer`: a chain sends none."""
         return [None for run in exact for _ in run.links]
 
     def _may_stack(self, runs: Sequence[SentRun]) -> bool:
-        """Whether all differ in their number of rows alone, which nothing mixes or draws for."""
+        """True if the runs differ in their row counts alone and no module mixes rows or draws."""
         alike = {_all_but_rows(run) for run in runs}
         about = runs[0].links[0].about if runs else {}
         if len(runs) < 2 or len(alike) > 1 or any(seed is not None for seed in about["seeds"]):
@@ -149,7 +152,7 @@ class Chain:
         return all(batched) and all(between.keeps_rows_apart for between in self._between)
 
     def _of_run(self, run: SentRun, comparison: Comparison) -> dict[str, Tensor]:
-        """Backward through the layers, from the last one's delta."""
+        """Gradients of one run: the backward pass from the last layer's delta."""
         (link,), (d,) = run.links, run.deltas
         detached = {key: p.detach() for key, p in self._params.items()}
         found: dict[int, Tensor] = {}
@@ -166,7 +169,7 @@ class Chain:
         return {names[key]: gradient for key, gradient in found.items() if key in names}
 
     def _compare(self, run: SentRun, k: int, again: Tensor | None, comparison: Comparison) -> None:
-        """Notes activations that were drawn again: the device may draw others than the site's."""
+        """Notes redrawn activations for comparison: devices may draw different random numbers."""
         link, sent = run.links[0], run.links[0].tensors[k]
         if again is None or sent is None or link.about["seeds"][k - 1] is None or not self._exact:
             return
@@ -182,9 +185,10 @@ class Chain:
         params: Mapping[int, Tensor],
         found: dict[int, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
-        """Delta of the output of layer k, from that of what the functions behind it made of it.
+        """Returns the delta of the output of layer k, given the delta of the next layer's input.
 
-        And what they make of it now, where that had to be computed.
+        Also returns the activations that the functions between give now, where these had to be
+        computed.
         """
         between, (a, after) = self._between[k], link.tensors[k : k + 2]
         assert a is not None
@@ -206,7 +210,7 @@ class Chain:
 
 
 def _all_but_rows(run: SentRun) -> Hashable:
-    """What runs must have in common, for their rows to be computed together."""
+    """Properties that runs must share for their rows to be computed together."""
     (link,), (delta,) = run.links, run.deltas
     about = link.about
     drawn = tuple(seed is not None for seed in about["seeds"])
@@ -216,7 +220,6 @@ def _all_but_rows(run: SentRun) -> Hashable:
 
 
 def _stacked(runs: Sequence[SentRun]) -> SentRun:
-    """As if one site had all rows."""
     links = [run.links[0] for run in runs]
     columns = zip(*(link.tensors for link in links), strict=True)
     tensors = [torch.cat([t for t in column if t is not None]) for column in columns]

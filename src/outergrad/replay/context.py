@@ -1,4 +1,4 @@
-"""What a forward ran in, to be replayed in it: precision, training modes, random streams."""
+"""Conditions of a forward pass, for its replay: autocast dtype, training modes, random streams."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import nn
 
 
 def conditions_now(modules: Sequence[nn.Module], device: torch.device) -> dict[str, Any]:
-    """What modules compute under now, as plain values.
+    """Returns the conditions under which modules compute now, as plain values.
 
     Returns:
-        "autocast", the name of the dtype that products are computed in, or None; "training", which
-        parts of the modules are in training: one flag where all are alike.
+        "autocast": name of the dtype of matrix products, or None. "training": training flag of each
+            part of the modules, or one flag if all are equal.
     """
     dtype = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
     flags = [part.training for part in _parts(modules)]
@@ -31,7 +31,7 @@ def conditions_now(modules: Sequence[nn.Module], device: torch.device) -> dict[s
 def conditions_as(
     about: Mapping[str, Any], modules: Sequence[nn.Module], device: torch.device
 ) -> Iterator[None]:
-    """Has them compute as `conditions_now` said; another site's may differ from this one's."""
+    """Context in which modules compute under conditions of this or another site."""
     name, modes, parts = about["autocast"], about["training"], _parts(modules)
     dtype = None if name is None else getattr(torch, name)
     before = [part.training for part in parts]
@@ -53,15 +53,15 @@ def _set(parts: Sequence[nn.Module], flags: Sequence[bool]) -> None:
 
 
 _LOCK = threading.RLock()
-"""The default generator belongs to the process: threads would draw from each other's seeds."""
+"""Serialises use of the process's default generator: threads would draw from each other's seeds."""
 
 
 class Draws:
-    """What `recorded` found out.
+    """Result of `recorded`.
 
     Attributes:
-        seed: with which the numbers can be drawn again, as text of one length; None if none were
-            drawn.
+        seed: seed from which the numbers can be drawn again, as text of fixed length; None if none
+            were drawn.
     """
 
     seed: str | None = None
@@ -69,7 +69,7 @@ class Draws:
 
 @contextmanager
 def recorded(device: torch.device) -> Iterator[Draws]:
-    """Draws from a seed of its own inside; outside, the stream goes on as if one had been drawn.
+    """Context that draws from its own seed; the outer stream advances by at most one number.
 
     The seed is a function of the stream's state, and a stream from which nothing was drawn inside
     is left as it was: a part of a model without dropout changes no random number of the others.
@@ -89,7 +89,7 @@ def recorded(device: torch.device) -> Iterator[Draws]:
 
 @contextmanager
 def replayed(seed: str | None, device: torch.device) -> Iterator[None]:
-    """Draws the same numbers again, and leaves the stream outside as it is."""
+    """Context that draws the same numbers again, and leaves the outer stream as it is."""
     with _forked(device):
         if seed is not None:
             _seed(int(seed, 16), device)
@@ -103,7 +103,7 @@ def _forked(device: torch.device) -> Iterator[None]:
 
 
 def _seed(seed: int, device: torch.device) -> None:
-    """Of the host and the device; `torch.manual_seed` does more, which takes milliseconds."""
+    """Seeds the host and the device. `torch.manual_seed` does more, which takes milliseconds."""
     torch.random.default_generator.manual_seed(seed)  # pyright: ignore[reportPrivateImportUsage]
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -115,12 +115,12 @@ def _state(device: torch.device) -> torch.Tensor:
 
 
 def _states(device: torch.device) -> list[torch.Tensor]:
-    """Of all streams that something on the device may draw from: the host's, too."""
+    """States of all streams that code on the device may draw from, including the host's."""
     host = torch.get_rng_state()
     return [host] if device.type == "cpu" else [_state(device), host]
 
 
 def next_seed(device: torch.device) -> int:
-    """A number that the state decides, without drawing it from there: states are on the host."""
+    """Returns a number that the generator's state, in host memory, determines; draws nothing."""
     digest = blake2b(_state(device).numpy().tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % 2**60

@@ -1,4 +1,4 @@
-"""Whether replays are like their forwards, by fingerprints, and what is said of one that is not."""
+"""Fingerprints of a block's outputs, which tell whether a replay agrees with its forward pass."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor
 from outergrad.core.errors import ReplayError
 
 PROJECTIONS = 3
-"""One misses another output in a step out of ten, three in one out of a thousand, if it differs by
-ten times the tolerance."""
+"""Number of fixed vectors. For an output that differs by ten times the tolerance, one projection
+misses it in one step out of ten, three in one step out of a thousand."""
 
 _HALF = {torch.float16: 2e-2, torch.bfloat16: 6e-2}
 _SAME_CPU = 1e-4
 _TF32 = 4e-3
-"""Of float32: a GPU may round the factors of products to TF32, in a replay alone, too."""
+"""Relative tolerance of float32: a GPU may round factors to TF32 in the replay alone, too."""
 
 NEVER = -1.0
-"""In the place of a norm: no replay is like that."""
+"""Stand-in for a norm that no output has, hence no replay agrees with it."""
 
 
 def fingerprint(outputs: Sequence[Tensor]) -> Tensor:
-    """The norm of every output and its products with fixed vectors, as bits.
+    """Returns the norm of each output and its products with fixed vectors, as bits.
 
     Args:
         outputs: Y tensors of any shape, of floating dtypes.
@@ -40,23 +40,25 @@ def fingerprint(outputs: Sequence[Tensor]) -> Tensor:
 
 
 def never_like(fingerprint: Tensor) -> Tensor:
-    """One of the same shape that no output has."""
+    """Returns a fingerprint of the same shape that no output has."""
     return torch.full(fingerprint.shape, NEVER, device=fingerprint.device).view(torch.int32)
 
 
 def is_like(sent: Tensor, found: Tensor, tolerance: float) -> bool:
-    """Whether two fingerprints are of the same outputs, but for rounding.
+    """True if two fingerprints are those of the same outputs, up to rounding.
 
-    An output that is not finite cannot be compared: its gradient will not be finite either.
+    An output that is not finite cannot be compared and passes: its gradient will not be finite
+    either.
 
     Args:
-        sent: of the forward.
-        found: of the replay.
-        tolerance: of the difference of each output, relative to its norm.
+        sent: fingerprint of the forward pass.
+        found: fingerprint of the replay.
+        tolerance: largest difference of each output, relative to its norm.
     """
     if sent.shape != found.shape:
         return False
-    both = torch.stack([sent, found]).view(torch.float32).tolist()  # a device is asked once
+    # One transfer for both, since each waits for the device.
+    both = torch.stack([sent, found]).view(torch.float32).tolist()
     pairs = zip(*both, strict=True)
     return all(
         abs(a - b) <= tolerance * one[0] or not all(map(math.isfinite, one))
@@ -66,19 +68,22 @@ def is_like(sent: Tensor, found: Tensor, tolerance: float) -> bool:
 
 
 def tolerance(dtypes: Iterable[torch.dtype], device: torch.device, *, same_machine: bool) -> float:
-    """How far outputs may be apart, relative to their norm, for the rounding of their computation.
+    """Returns the difference that rounding may cause between outputs, relative to their norm.
 
     Args:
-        dtypes: in which there is computed.
-        device: where.
-        same_machine: whether forward and replay are this site's.
+        dtypes: dtypes of the computation.
+        device: device of the computation.
+        same_machine: True if this site computed both the forward pass and the replay.
     """
     coarse = [_HALF[dtype] for dtype in dtypes if dtype in _HALF]
     return max([*coarse, _SAME_CPU if same_machine and device.type == "cpu" else _TF32])
 
 
 def _numbers(y: Tensor) -> Tensor:
-    """(1 + PROJECTIONS,): products with outer products of vectors, which are cheap to make."""
+    """Norm and projections, (1 + PROJECTIONS,).
+
+    The vectors are outer products of two shorter ones, which are cheap to make.
+    """
     if not y.numel():
         return torch.zeros(1 + PROJECTIONS, device=y.device)
     y_NO = y.reshape(-1, y.shape[-1]) if y.dim() else y.reshape(1, 1)
@@ -94,35 +99,35 @@ def _numbers(y: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _vector(length: int, seed: int, device: torch.device) -> Tensor:
-    """Of numbers with mean 0 and variance 1, the same on every machine, drawn from no stream."""
+    """Fixed vector of mean 0 and variance 1, equal on all machines; draws from no global stream."""
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(length, generator=generator, dtype=torch.float32, device="cpu")
     return ((2 * uniform - 1) * math.sqrt(3)).to(device)
 
 
 class Comparison:
-    """Collects fingerprints: they are read once, for a device waits whenever it is asked."""
+    """Pairs of fingerprints, collected to be read at once, since each read waits for the device."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[int, int, Tensor, Tensor, float]] = []
 
     def note(self, site: int, member: int, sent: Tensor, found: Tensor, tolerance: float) -> None:
-        """One use of a module.
+        """Adds one use of a module.
 
         Args:
-            site: whose forward it was.
-            member: which of the block's modules.
-            sent: fingerprint of the forward.
-            found: of the replay.
+            site: site of the forward pass.
+            member: index of the module in its block.
+            sent: fingerprint of the forward pass.
+            found: fingerprint of the replay.
             tolerance: see `is_like`.
         """
         self._pairs.append((site, member, sent, found, tolerance))
 
     def check(self) -> None:
-        """Reads them.
+        """Compares all pairs.
 
         Raises:
-            ReplayError: one was not like its forward.
+            ReplayError: a replay differs from its forward pass.
         """
         for site, member, sent, found, tolerance in self._pairs:
             if not is_like(sent, found, tolerance):
@@ -131,7 +136,7 @@ class Comparison:
 
 @contextmanager
 def failures_told(site: int, member: int) -> Iterator[None]:
-    """An error inside is that of a replay; one that memory was short of stays what it is."""
+    """Context that turns errors into a ReplayError, except for out-of-memory errors."""
     try:
         yield
     except (ReplayError, MemoryError, torch.OutOfMemoryError):
@@ -145,12 +150,12 @@ _UNASKED = "or use another method for it, as og.DAD()"
 
 
 def unrepeated(name: str, told: str, *, explicit: bool) -> str:
-    """Names the block and what to do.
+    """Returns the error text for a replay that differs: names the block and the remedies.
 
     Args:
         name: full name of the module.
-        told: who computed it again.
-        explicit: whether the user named it in `blocks`.
+        told: start of the sentence: which computation differed from the forward pass.
+        explicit: True if the user named the module in `blocks`.
     """
     return (
         f"block {name!r}: {told} did not get what the forward gave. It must read nothing but its "

@@ -1,7 +1,8 @@
-"""A block's forward with other parameters, and tensors that leave it other than by its return.
+"""Forward pass of a block with other parameters, and detection of tensors that leave it otherwise.
 
-The forward runs with detached parameters; its outputs are tied to them afterwards. What leaves it
-through an attribute or a hook is not: a gradient for it would not reach the parameters.
+The forward pass runs with detached parameters; its outputs are tied to them afterwards. A tensor
+that leaves through an attribute or a hook is not tied to them: its gradient would not reach the
+parameters.
 """
 
 from __future__ import annotations
@@ -18,30 +19,30 @@ from outergrad.core.structure import exchanged, flattened
 
 
 class Forward(nn.Module):
-    """The forward of a module's own class, without its hooks and whatever its class is now."""
+    """Forward of a module's original class, without hooks and whatever its class is now."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module, self._plain = module, type(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's class has it."""
+        """Calls the forward of the module's original class."""
         return self._plain.forward(self.module, *args, **kwargs)
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Its arguments by the names that it has for them."""
+        """Yields the arguments with their parameter names, or their index beyond these."""
         names = list(inspect.signature(self._plain.forward).parameters)[1:]
         more = [str(place) for place in range(len(names), len(args))]
         yield from zip([*names, *more], args, strict=False)
         yield from kwargs.items()
 
     def with_parameters(self, params: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
-        """Computes with these in the place of the parameters."""
+        """Computes with `params` in place of the module's parameters."""
         return functional_call(self, {f"module.{n}": p for n, p in params.items()}, args, kwargs)
 
 
 def other_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a module and of what is in it that are no parameters, in words."""
+    """Yields a description and the tensor for each buffer and tensor attribute in a module."""
     for prefix, part in module.named_modules():
         start = f"{prefix}." if prefix else ""
         for kind, tensors in (("buffer", part._buffers), ("tensor", vars(part))):
@@ -52,7 +53,9 @@ def other_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def escapes_refused(name: str, module: nn.Module) -> Iterator[None]:
-    """Around one forward: a backward will raise that reaches what left it through another way.
+    """Context of one forward pass, after which gradients of escaped tensors raise.
+
+    A tensor escapes if it leaves the block other than by being returned.
 
     Args:
         name: full name of the block.
@@ -80,7 +83,7 @@ def escapes_refused(name: str, module: nn.Module) -> Iterator[None]:
 
 
 def _refused(t: Tensor, error: str, is_free: Callable[[], bool] = lambda: False) -> Tensor:
-    """An alias of which a gradient is an error, unless it is free by then."""
+    """Alias of `t` whose gradient is an error, unless `is_free()` in the backward pass."""
     alias = t.view_as(t)
 
     def refuse(delta: Tensor) -> None:
@@ -92,11 +95,11 @@ def _refused(t: Tensor, error: str, is_free: Callable[[], bool] = lambda: False)
 
 
 class _HookView:
-    """Lets the forward hooks of a module see other tensors in the place of its output.
+    """Shows the forward hooks of a module aliases in place of its output.
 
     Args:
         part: the module.
-        error: what is wrong with a gradient of these.
+        error: text of the error if an alias gets a gradient.
     """
 
     def __init__(self, part: nn.Module, error: str) -> None:
@@ -107,12 +110,11 @@ class _HookView:
         self._handles = [first, part.register_forward_hook(self._hide)]
 
     def remove(self) -> None:
-        """The forward is over."""
         for handle in self._handles:
             handle.remove()
 
     def _show(self, part: nn.Module, args: Any, output: Any) -> Any:
-        """The first hook."""
+        """First hook: swaps the output for aliases."""
         try:
             tensors = flattened(output)[1]
         except TypeError:
@@ -125,7 +127,7 @@ class _HookView:
         return _refused(t, self._error, lambda: self._is_free)
 
     def _hide(self, part: nn.Module, args: Any, output: Any) -> Any:
-        """The last hook: what one between has put in the place of the output goes on."""
+        """Last hook: swaps back, unless a hook between has replaced the output."""
         if output is self._seen:
             return self._real
         self._is_free = True
@@ -133,7 +135,7 @@ class _HookView:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any, Any, Tensor]]:
-    """Tensors with a graph among the attributes: full name, where each stands, key, itself."""
+    """Tensors with a graph in attributes, each as (full name, container, key, tensor)."""
     for prefix, part in module.named_modules():
         for key, value in list(vars(part).items()):
             name, held = f"{prefix}.{key}".lstrip("."), [(vars(part), key, value)]

@@ -1,4 +1,4 @@
-"""A part of a model that is to be computed again by all sites, as it was found."""
+"""Description of a block that was found in a model."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FoundBlock:
-    """A block of a model.
+    """A block of a model, before a session taps it.
 
     Attributes:
         block: its name and parameters.
         names: full names of its modules.
-        modules_of: per module that can be called, what it consists of.
-        params_of: per module that can be called, full names of its trained parameters.
-        replayer: computes them.
-        codecs: what numbers that are sent of it go through.
-        explicit: whether the user named it: then it is an error if it may not be sent.
-        raw_inputs: whether a module may be sent that reads nothing but what enters the model.
-        swap: swaps the classes of its modules, or of what holds them.
+        modules_of: for each callable module, the modules it consists of.
+        params_of: for each callable module, the full names of its trained parameters.
+        replayer: computes and replays the modules.
+        codecs: encode the floating tensors that are sent.
+        explicit: True if the user named the block; it is then an error if it may not be sent.
+        raw_inputs: True if a module may be sent that reads only the model's own input.
+        swap: swaps the classes of its modules, or of their host.
     """
 
     block: Block

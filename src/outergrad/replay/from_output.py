@@ -1,4 +1,4 @@
-"""Derivatives of elementwise functions from what they returned, and of changes of shape."""
+"""Derivatives of elementwise functions, computed from their outputs, and of changes of shape."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 Derivative = Callable[[Any, Tensor], Tensor]
-"""Of a module, elementwise at its output."""
+"""Maps a module and its output to the elementwise derivative."""
 
 _SELU_SCALE, _SELU_ALPHA = 1.0507009873554805, 1.6732632423543772
 
@@ -42,7 +42,7 @@ _RESHAPING = (nn.Flatten, nn.Unflatten)
 
 
 def is_known(module: nn.Module) -> bool:
-    """Whether the derivative follows from the output: the function must be invertible there."""
+    """True if the output determines the derivative, which needs an invertible function there."""
     if isinstance(module, nn.LeakyReLU):
         return module.negative_slope > 0
     if isinstance(module, nn.ELU | nn.CELU):
@@ -51,17 +51,17 @@ def is_known(module: nn.Module) -> bool:
 
 
 def reshapes(module: nn.Module) -> bool:
-    """Whether it only changes the shape."""
+    """True if the module changes at most the shape."""
     return type(module) in _RESHAPING or type(module) is nn.Identity
 
 
 def delta_before(module: nn.Module, a: Tensor, d: Tensor) -> Tensor:
-    """The delta of an elementwise function's input from that of its output.
+    """Returns the delta of an elementwise function's input, given that of its output.
 
     Args:
-        module: for which `is_known`.
-        a: its output.
-        d: delta, of the same number of elements.
+        module: a module that `is_known`.
+        a: output of the module.
+        d: delta of the output, with as many elements.
     """
     if type(module) in _RESHAPING:
         return d

@@ -1,4 +1,4 @@
-"""Chains where they run: in an `nn.Sequential`, nested ones opened up."""
+"""Host of chains: an `nn.Sequential`, flattened with those nested in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outergrad.replay.layer import has_hooks
 
 
 class _Nested(NamedTuple):
-    """An `nn.Sequential` within the host, and which of the host's parts are its own."""
+    """An `nn.Sequential` within the host, with the range of the host's parts that it holds."""
 
     module: nn.Sequential
     children: list[nn.Module | None]
@@ -26,10 +26,10 @@ class Host:
 
     Args:
         name: its full name.
-        module: itself.
+        module: the `nn.Sequential`.
 
     Attributes:
-        parts: full names and modules, those of nested ones in their place.
+        parts: full names and modules, with nested ones replaced by their contents.
     """
 
     def __init__(self, name: str, module: nn.Sequential) -> None:
@@ -41,7 +41,7 @@ class Host:
         self._open(name, module)
 
     def _open(self, name: str, module: nn.Sequential) -> None:
-        """Adds what is in it; a module that stands there twice is there twice."""
+        """Appends a container's modules; a module that occurs twice is appended twice."""
         start = len(self.parts)
         for key, child in module._modules.items():
             assert child is not None
@@ -53,7 +53,7 @@ class Host:
         self._nested.append(_Nested(module, list(module._modules.values()), start, len(self.parts)))
 
     def put(self, tapped: TappedBlock, start: int, last: int) -> None:
-        """Lets a chain run in the place of these parts."""
+        """Makes a chain run in place of the parts from `start` to `last`."""
         self._chains[start] = tapped, last
         if self._swap is None:
             self._swap = ClassSwap(self._module, self._forward)
@@ -72,7 +72,7 @@ class Host:
         return any(start < nested.stop and last >= nested.start for start, last in chains)
 
     def _is_as_found(self, nested: _Nested) -> bool:
-        """Whether its modules are still the same, and nobody looks at what it computes."""
+        """True if a container holds the same modules still and no hook observes it."""
         looked_at = nested.module is not self._module and has_hooks(nested.module)
         return list(nested.module._modules.values()) == nested.children and not looked_at
 
@@ -83,7 +83,7 @@ class Host:
         return self._swap.plain_forward(input)
 
     def _steps(self, opened: Sequence[_Nested]) -> Iterator[Callable[[Any], Any]]:
-        """Chains, and what is between them: nested modules without a chain as a whole."""
+        """Chains and the modules between them; a nested container without a chain is one step."""
         whole = {n.start: n for n in self._nested if n not in opened and n.start < n.stop}
         i = 0
         while i < len(self.parts):
@@ -100,5 +100,5 @@ class Host:
 
 
 def is_plain_sequential(module: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Whether it calls its modules one after the other, and does nothing else."""
+    """True if the module calls its children in order and does nothing else."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward

@@ -1,4 +1,4 @@
-"""Layers of a chain: which modules make one, their output, and what a delta makes of it."""
+"""Layers of a chain: which modules qualify, their forward and their backward pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 
 
 def output(layer: ChainLayer, x: Tensor, params: Mapping[int, Tensor]) -> Tensor:
-    """What it makes of x; parameters by the identity of the real ones."""
+    """Returns the layer's output for x; `params` maps the id of a parameter to its value."""
     bias = None if layer.bias is None else params[id(layer.bias)]
     weight = params[id(layer.weight)]
     if isinstance(layer, nn.Linear):
@@ -34,7 +34,7 @@ def _geometry(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> tuple[Any, Any, Any]:
 def backward(
     layer: ChainLayer, a: Tensor, d: Tensor, found: dict[int, Tensor], *, inputs: bool
 ) -> Tensor:
-    """Adds the gradients of a layer; returns the delta of its input, if that is asked for."""
+    """Stores a layer's gradients in `found`; returns the delta of its input if `inputs`."""
     weight, a_d = layer.weight.detach().to(d.dtype), a.to(d.dtype)
     with torch.autocast(d.device.type, enabled=False):
         if isinstance(layer, nn.Linear):
@@ -56,12 +56,12 @@ def backward(
 
 
 def is_batched(layer: ChainLayer, shape: Sequence[int]) -> bool:
-    """Whether an output of this shape is of several rows, and not of one without a dimension."""
+    """True if an output of this shape has a batch dimension."""
     return len(shape) >= (2 if isinstance(layer, nn.Linear) else layer.weight.dim())
 
 
 def is_layer(module: Any) -> TypeGuard[ChainLayer]:
-    """Whether it is a layer whose delta and activations make its gradient."""
+    """True if a layer's gradient follows from its activations and delta."""
     if type(module) is nn.Linear:
         return True
     is_convolution = type(module) in _CONVOLUTIONS
@@ -69,12 +69,12 @@ def is_layer(module: Any) -> TypeGuard[ChainLayer]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody looks at what it computes."""
+    """True if a hook is registered on the module."""
     return any(value for key, value in vars(module).items() if key.endswith("_hooks"))
 
 
 def chains_in(modules: Sequence[nn.Module | None]) -> list[tuple[int, int]]:
-    """First and last index of the layers of every chain of two and more, as long as they get."""
+    """Returns first and last index of each maximal chain, of two layers or more."""
     chains: list[tuple[int, int]] = []
     first = last = None
     for i, module in enumerate([*modules, None]):
@@ -95,7 +95,7 @@ _BETWEEN = (
     *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
     *(nn.Softmax, nn.LogSoftmax, nn.Tanhshrink, nn.Softshrink, nn.Hardshrink),
 )
-"""Computed again where they stand between two layers."""
+"""Modules that may stand between two layers of a chain, where they are recomputed."""
 
 
 def _may_stand_between(module: nn.Module) -> bool:
@@ -103,9 +103,9 @@ def _may_stand_between(module: nn.Module) -> bool:
 
 
 def _keeps_rows_apart(module: nn.Module) -> bool:
-    """Whether, of what may stand between layers, it never looks across the first dimension."""
+    """True if a module that may stand in a chain never mixes rows of the first dimension."""
     if isinstance(module, nn.Softmax | nn.LogSoftmax):
-        return False  # which dimension is meant depends on how many there are
+        return False  # the default dimension depends on the number of dimensions
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return len(module.normalized_shape) == 1
     if isinstance(module, nn.Flatten):
@@ -115,27 +115,27 @@ def _keeps_rows_apart(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Between:
-    """What stands between two layers.
+    """Modules between two layers of a chain.
 
     Attributes:
-        modules: in their order.
+        modules: the modules, in order.
     """
 
     modules: tuple[nn.Module, ...]
 
     @property
     def is_known(self) -> bool:
-        """Whether its derivative follows from its output: of one function, and changes of shape."""
+        """True if the derivative follows from the output: at most one function that computes."""
         functions = [m for m in self.modules if not reshapes(m)]
         return len(functions) <= 1 and all(map(is_known, self.modules))
 
     @property
     def keeps_rows_apart(self) -> bool:
-        """Whether each of a batch's rows is made of the same row before."""
+        """True if each row of the output depends on the same row of the input alone."""
         return all(map(_keeps_rows_apart, self.modules))
 
     def __call__(self, y: Tensor, params: Mapping[int, Tensor]) -> Tensor:
-        """The activations of the next layer; parameters by the identity of the real ones."""
+        """Returns the next layer's activations; `params` maps a parameter's id to its value."""
         for module in self.modules:
             own = {n: params[id(p)] for n, p in module.named_parameters()}
             y = functional_call(module, own, (y,))

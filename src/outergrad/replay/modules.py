@@ -1,4 +1,4 @@
-"""Any module, computed again from its inputs: exact for all its parameters."""
+"""Replay of any module from its inputs; gradients are exact for all its parameters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Modules:
     Args:
         names: full names of the modules.
         modules: the modules.
-        full_names: of their trained parameters, by identity.
+        full_names: full names of their trained parameters, by identity.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Modules:
         """See `Replayer`.
 
         Raises:
-            TypeError: an argument cannot be sent, or an output.
-            RuntimeError: the module changed a buffer, or what it was given.
+            TypeError: an argument or an output cannot be sent.
+            RuntimeError: the module changed a buffer or one of its inputs in place.
         """
         module, name = self._modules[member], self._names[member]
         structure, tensors = self._taken_in(member, args, kwargs)
@@ -85,7 +85,7 @@ class Modules:
     def _taken_in(
         self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, list[Tensor]]:
-        """The arguments, taken apart; the error names the one that cannot be sent."""
+        """Flattened arguments; the TypeError names the argument that cannot be sent."""
         try:
             return flattened((args, kwargs))
         except TypeError:
@@ -111,7 +111,7 @@ class Modules:
         return self._forwards[member](*args, **kwargs)
 
     def nbytes(self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> int:
-        """See `Replayer`: inputs and outputs."""
+        """See `Replayer`: bytes of inputs and outputs."""
         tensors = [*self._taken_in(member, args, kwargs)[1]]
         tensors += self._flattened(self._names[member], y, "it returned")[1]
         return sum(t.nbytes for t in {id(t): t for t in tensors}.values())
@@ -128,7 +128,7 @@ class Modules:
             return self._forward(sent, sent.tensors, dict(params))
 
     def gradients(self, runs: Sequence[SentRun]) -> dict[str, Tensor]:
-        """See `Replayer`: one run after the other, for their memory."""
+        """See `Replayer`: replays one run after another, to save memory."""
         comparison = Comparison()
         with self._unchanged():
             gradients = summed(self._of_run(run, comparison) for run in runs)
@@ -149,7 +149,7 @@ class Modules:
         ]
 
     def _odd_member(self, runs: Sequence[SentRun]) -> int | None:
-        """The first whose replays are not like its forwards, if one is so."""
+        """Index of the first module whose replay differs from its forward pass, or None."""
         comparison = Comparison()
         try:
             for run in runs:
@@ -166,7 +166,7 @@ class Modules:
     def _forwards_of(
         self, run: SentRun, copies: dict[str, Tensor]
     ) -> Iterator[tuple[SentUse, list[Tensor]]]:
-        """The links, each with its floating outputs, which have a graph to the copies."""
+        """Yields each use with its floating outputs, which have a graph to `copies`."""
         entry = None
         for link in run.links:
             tensors = [entry if t is None else t for t in link.tensors]
@@ -176,7 +176,7 @@ class Modules:
             entry = leaves[0]
 
     def _of_run(self, run: SentRun, comparison: Comparison) -> dict[str, Tensor]:
-        """Forward through all links, then back from the deltas of the last."""
+        """Gradients of one run: forward through all uses, then back from the last one's deltas."""
         copies: dict[str, Tensor] = {}
         leaves, member = list[Tensor](), run.links[-1].member
         for link, leaves in self._forwards_of(run, copies):
@@ -187,7 +187,6 @@ class Modules:
     def _compare(
         self, run: SentRun, link: SentUse, leaves: Sequence[Tensor], comparison: Comparison
     ) -> None:
-        """Notes what a replay gave and what the forward did."""
         module = self._modules[link.member]
         known = [*leaves, *(t for t in link.tensors if t is not None), *module.parameters()]
         dtypes = {t.dtype for t in known}
@@ -200,14 +199,13 @@ class Modules:
     def _backward(
         self, leaves: Sequence[Tensor], deltas: Sequence[Tensor], copies: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """The gradients of copies of the parameters from the deltas of the floating outputs."""
         found = zip(copies, vjp(leaves, list(copies.values()), deltas), strict=True)
         return _apart({name: g for name, g in found if g is not None}, deltas)
 
     def _forward(
         self, link: SentUse, tensors: Sequence[Tensor | None], copies: dict[str, Tensor]
     ) -> list[Tensor]:
-        """The floating outputs, with a graph to copies of the parameters, which it adds."""
+        """Floating outputs, with a graph to copies of the parameters, which it adds to `copies`."""
         module, trained = self._modules[link.member], self._trained[link.member]
         about, device = link.about, next(module.parameters()).device
         used = {n: p.detach() for n, p in module.named_parameters()}
@@ -221,7 +219,7 @@ class Modules:
 
 
 def _apart(gradients: Mapping[str, Tensor], deltas: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Each in memory of its own: autograd may return a delta, or one tensor for two parameters."""
+    """Gradients in separate memory: autograd may return a delta, or one tensor twice."""
     seen = {d.untyped_storage().data_ptr() for d in deltas}
     apart: dict[str, Tensor] = {}
     for name, gradient in gradients.items():

@@ -1,4 +1,4 @@
-"""What travels of a part of the model that is computed again: its uses, as bytes and back."""
+"""Encoding of a site's uses of a block as bytes, and their decoding."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
-"""What can be sent, by code."""
+"""Dtypes that can be sent; the index is the code."""
 PREVIOUS = -1
-"""In the place of a tensor: the output of the use before."""
+"""Index in place of a tensor: the output of the previous use."""
 _MOST_TEXT, _MOST_DEPTH, _MOST_DIMENSIONS, _MOST_ENTRIES = 1 << 24, 32, 16, 1 << 40
-"""Of a description: bytes, containers inside each other, dimensions and their lengths."""
+"""Limits of a received description: bytes, nesting depth, dimensions and elements of a tensor."""
 
 
 class Shape(NamedTuple):
-    """What is known of a tensor before it is there."""
+    """Sizes and dtype of a tensor that is not there yet."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
 
     @staticmethod
     def of(t: Tensor) -> Shape:
-        """Of a tensor."""
+        """Returns the shape of a tensor."""
         return Shape(tuple(t.shape), t.dtype)
 
     def field(self, codecs: Codecs) -> Field:
-        """How it is written: numbers through the codecs, all else as it is."""
+        """Returns the wire format: floating tensors go through the codecs, others do not."""
         encoded = self.dtype.is_floating_point and 0 not in self.sizes and self.sizes
         return Field(self.sizes, self.dtype, codecs if encoded else ())
 
 
 PlacedRun = Mapping[str, Any]
-"""A `SentRun` with places among the tensors of a message in their stead. "links": of every use its
-member, what its replay needs, the places of its tensors, `PREVIOUS` for the output of the use
-before, and the place of its fingerprint or None; "deltas": the places of these."""
+"""A `SentRun` with indices into the message's tensors in place of the tensors. "links": for each
+use its member, the plain values for its replay, the indices of its tensors (`PREVIOUS` for the
+output of the previous use), and the index of its fingerprint or None. "deltas": their indices."""
 
 
 def sent_run(run: PlacedRun, tensors: Sequence[Tensor], scale: float = 1.0) -> SentRun:
-    """A run with its tensors, and the deltas times scale: the gradients are larger."""
+    """Returns a run with its tensors; deltas are multiplied by `scale`, hence so are gradients."""
     links = [
         SentUse(
             member,
@@ -64,15 +64,15 @@ def sent_run(run: PlacedRun, tensors: Sequence[Tensor], scale: float = 1.0) -> S
 
 
 class Message:
-    """The runs of a site in one step, with the shapes of all their tensors.
+    """Runs of a site in one step, with the shapes of all their tensors.
 
     Args:
         runs: the runs.
-        shapes: of their tensors.
-        codecs: what numbers go through.
+        shapes: shapes of their tensors.
+        codecs: encode the floating tensors.
 
     Attributes:
-        nbytes: its length; 0 if there are no runs.
+        nbytes: length of the message; 0 if there are no runs.
     """
 
     def __init__(self, runs: Sequence[PlacedRun], shapes: Sequence[Shape], codecs: Codecs) -> None:
@@ -85,7 +85,7 @@ class Message:
         self.nbytes = self._start + payload if runs else 0
 
     def write(self, tensors: Sequence[Tensor], out: Tensor) -> None:
-        """Fills `out`, uint8, with the description and the tensors."""
+        """Fills `out` (uint8) with the description and the tensors."""
         length = torch.tensor([len(self._text)]).view(torch.uint8)
         text = as_tensor(self._text)
         out[: 8 + len(text)] = torch.cat([length, text]).to(out.device)
@@ -95,16 +95,16 @@ class Message:
                 view.copy_(part)
 
     def decoded(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What the receivers have of these."""
+        """Returns the tensors as receivers will decode them."""
         pairs = zip(self._fields, tensors, strict=True)
         return [_decoded(field, encode(field.codecs, t)) for field, t in pairs]
 
     @staticmethod
     def read(data: Tensor, codecs: Codecs) -> tuple[list[PlacedRun], list[Tensor]]:
-        """The runs of a site, and their tensors: views where they were not encoded.
+        """Returns a site's runs and their tensors, which are views where they were not encoded.
 
         Raises:
-            ValueError: it is not what `write` writes.
+            ValueError: the data are not in the format of `write`.
         """
         length = int(data[:8].cpu().view(torch.int64)) if len(data) >= 8 else -1
         if not 0 <= length <= min(len(data) - 8, _MOST_TEXT):
@@ -119,12 +119,11 @@ class Message:
 
 
 def _decoded(field: Field, written: Sequence[Tensor]) -> Tensor:
-    """In the dtype that the forward had, for the replay to compute in it, too."""
+    """Decodes to the dtype of the forward pass, in which the replay computes, too."""
     return decode(field.codecs, written, field.shape, field.dtype).to(field.dtype)
 
 
 def _views(data: Tensor, start: int, fields: Sequence[Field]) -> list[list[Tensor]]:
-    """The tensors that each field is written as."""
     views: list[list[Tensor]] = []
     for field in fields:
         views.append([])
@@ -140,11 +139,6 @@ def _nbytes(plain: Plain) -> int:
 
 
 def _told(text: bytes) -> tuple[list[PlacedRun], list[Shape]]:
-    """The runs and the shapes of a description.
-
-    Raises:
-        ValueError: it is none.
-    """
     try:
         told = json.loads(text)
         shapes = [told_shape(dtype, sizes) for dtype, sizes in told["tensors"]]
@@ -156,11 +150,11 @@ def _told(text: bytes) -> tuple[list[PlacedRun], list[Shape]]:
 
 
 def told_shape(dtype: Any, sizes: Any) -> Shape:
-    """Of a tensor, from what another site told of it.
+    """Returns a tensor's shape, checked, from what another site sent.
 
     Raises:
         ValueError: there is no such tensor.
-        TypeError: the same.
+        TypeError: a value has the wrong type.
     """
     if len(sizes) > _MOST_DIMENSIONS:
         raise ValueError(f"{len(sizes)} dimensions")
@@ -171,7 +165,7 @@ def told_shape(dtype: Any, sizes: Any) -> Shape:
 
 
 def _check(run: Any, tensors: int) -> None:
-    """Raises if this is no `PlacedRun` with so many tensors."""
+    """Raises if `run` is not a `PlacedRun` whose indices are below `tensors`."""
     for member, about, places, mark in run["links"]:
         _whole(member, 0, _MOST_ENTRIES)
         _check_depth(about)
@@ -192,7 +186,7 @@ def _whole(value: Any, least: int, below: int) -> int:
 
 
 def _check_depth(value: Any, depth: int = 0) -> None:
-    """Raises if it is too deep for what goes through it by recursion."""
+    """Raises if containers are nested too deeply for recursive functions."""
     if depth > _MOST_DEPTH:
         raise ValueError("containers inside each other")
     if isinstance(value, dict | list):

@@ -1,4 +1,4 @@
-"""What a replay leaves as it was: attributes of modules, and streams of random numbers."""
+"""Restoration of module attributes and random streams after a replay."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _KINDS = frozenset([*_DICTS, list, set, deque])
 
 @contextmanager
 def unchanged(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Puts back what a forward or a backward inside changes.
+    """Context that restores what a forward or backward pass inside changes.
 
-    That is what the modules have as attributes, what stands in dicts, lists, sets and deques of
-    theirs, and the streams of torch, of Python's `random` and of numpy. Tensors that are written
-    to in place stay so.
+    That is the modules' attributes, the contents of dicts, lists, sets and deques among these, and
+    the streams of torch, of Python's `random` and of numpy. In-place writes to tensors are not
+    undone.
     """
     containers = [(held, _copy(held)) for held in _containers(modules)]
     with replayed(None, device), _streams_kept():
@@ -38,7 +38,7 @@ def unchanged(modules: Sequence[nn.Module], device: torch.device) -> Iterator[No
 
 
 def _containers(modules: Sequence[nn.Module]) -> list[Any]:
-    """The attributes of all modules and of all that is in them, and the containers among those."""
+    """Attribute dicts of all modules and their children, and the containers found in those."""
     found = {id(vars(part)): vars(part) for module in modules for part in module.modules()}
     left = list(found.values())
     while left:
@@ -50,7 +50,7 @@ def _containers(modules: Sequence[nn.Module]) -> list[Any]:
 
 
 def _values(held: Any) -> Iterable[Any]:
-    """Of attributes without hooks: there are many, and a forward changes none."""
+    """Values of a container; hooks are left out, for they are many and no forward changes them."""
     if type(held) not in _DICTS:
         return held
     return [value for key, value in held.items() if key not in _HOOKS]

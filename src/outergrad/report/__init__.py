@@ -1,4 +1,4 @@
-"""What a run recorded, as tables for a notebook and as one page to look at."""
+"""Recorded runs, as pandas tables for a notebook and as one HTML page."""
 
 from outergrad.report.page import write_page
 from outergrad.report.recording import Recording, UnreadableRunError, load

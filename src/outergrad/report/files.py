@@ -1,4 +1,4 @@
-"""The events in one file of a run, and what in it cannot be read."""
+"""Events of one file of a run, and the problems in reading it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class File:
     """One file of a run.
 
     Attributes:
-        name: of the file.
-        problems: what could not be read so far, a line of text each.
+        name: file name.
+        problems: lines of text about what could not be read so far.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,14 +34,14 @@ class File:
         self._rest = file.rest
 
     def layer_steps(self) -> set[int]:
-        """The steps whose layers were recorded, without reading more of the lines than that."""
+        """Returns the steps whose layers were recorded, without parsing whole lines."""
         return {int(found[1]) for found in map(_LAYER.match, self._lines) if found}
 
     def entries(self, layers_of: Container[int] | None = None) -> list[Entry]:
-        """The events of the last run, and adds what cannot be read to `problems`.
+        """Returns the events of the last run; adds to `problems` what cannot be read.
 
         Args:
-            layers_of: read the layers of these steps alone; None: of all.
+            layers_of: steps whose layers are parsed; None for all.
         """
         lines = [
             (number, line)
@@ -63,10 +63,10 @@ class File:
         return entry
 
     def _last_run(self, entries: Iterable[tuple[int, Entry]]) -> list[Entry]:
-        """The events of the last run, from all events and the numbers of their lines.
+        """Events of the last run, from all events with their line numbers.
 
-        A `Run` at step 0 starts anew. One at a later step goes on with what was before that step:
-        what an earlier process recorded beyond it has been trained again.
+        A `Run` at step 0 starts a new run. One at a later step resumes: events that an earlier
+        process recorded beyond that step are dropped, since these steps are trained again.
         """
         kept: list[Entry] = []
         begun = 1
@@ -102,12 +102,12 @@ def _told(name: str, why: str, numbers: list[int]) -> str:
 
 
 def _before(entry: Entry, step: int) -> bool:
-    """Scalars count the steps that were done, the other events those before them."""
+    """True if an entry is of a step before `step`; scalars count steps that are done."""
     return entry["step"] < step or (entry["event"] == "scalars" and entry["step"] == step)
 
 
 def thin(values: list[int], most: int) -> list[int]:
-    """At most so many of them, evenly, with the first and the last."""
+    """Returns at most `most` of the values, evenly spaced, including the first and the last."""
     if len(values) <= most:
         return values
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]

@@ -1,4 +1,4 @@
-"""How noisy the gradients of a run are, from the norms that its sites recorded."""
+"""Noise scale of a run's gradients, from the norms that its sites recorded."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from outergrad._noise import noise_batches
 from outergrad.report.recording import Recording
 
 LATE = 0.75
-"""The part of the recorded steps before those that are looked at."""
+"""Share of the recorded steps that are skipped, from the start."""
 
 
 def noise_scale(recording: Recording) -> float | None:
-    """Batches of one site whose mean gradient has as much noise as signal; None if not known.
+    """Returns the batches of one site whose mean gradient has as much noise as signal, if known.
 
-    `outergrad._noise.noise_batches` says how. Sums are over layers and over the last quarter of the
-    recorded steps; squared norms of single sites are averaged.
+    `outergrad._noise.noise_batches` has the formula. Sums are over layers and over the last quarter
+    of the recorded steps; squared norms of single sites are averaged. None if not known.
     """
     table = recording.layers[["layer", "step", "site", "gradient_norm", "mean_norm"]].dropna()
     sites = 0 if recording.runs.empty else int(recording.runs["sites"].max())

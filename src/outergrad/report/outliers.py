@@ -1,4 +1,4 @@
-"""Samples whose gradients stand out, where sites recorded them."""
+"""Samples whose gradients are outliers, where sites recorded them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ SHOWN = 20
 
 
 def outliers(recording: Recording) -> list[str]:
-    """The samples that stood out most, a line of text each, the largest first.
+    """Returns the largest outliers, a line of text each, largest first.
 
-    By how many medians of its layer's samples in the same step its norm was.
+    The measure is a sample's norm, as a multiple of the median of its layer's samples in that step.
     """
     table = recording.layers
     table = table[table["outlier_norms"].map(bool) & table["sample_norm"].notna()]

@@ -1,4 +1,4 @@
-"""The page about some runs."""
+"""HTML page about one or more runs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _NOTHING, _TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """What was written.
+    """Result of `write_page`.
 
     Attributes:
-        path: where.
-        size_bytes: of the file.
-        problems: what was wrong with the runs, a line of text each.
-        ended: whether all runs on it have ended.
+        path: path of the page.
+        size_bytes: size of the file.
+        problems: lines of text about what was wrong with the runs.
+        ended: True if all its runs have ended.
     """
 
     path: Path
@@ -43,17 +43,18 @@ class Page:
 def write_page(
     runs: Sequence[str | Path], path: str | Path, *, reload_s: int | None = None
 ) -> Page:
-    """Writes one page about some runs, which needs nothing else to be opened.
+    """Writes a self-contained page about one or more runs.
 
     Args:
-        runs: their folders, or files of single sites.
-        path: of the page.
-        reload_s: seconds until a browser opens the page anew, while a run goes on; None for never.
+        runs: folders of the runs, or files of single sites.
+        path: path of the page.
+        reload_s: seconds after which a browser reloads the page, while a run goes on; None for
+            never.
 
     Raises:
         ImportError: pandas or plotly is missing.
-        UnreadableRunError: nothing of any of the runs can be shown.
-        OSError: the page cannot be written; one that was there before stays.
+        UnreadableRunError: none of the runs has anything that can be shown.
+        OSError: the page cannot be written; an existing one stays.
     """
     require("pandas", "plotly")
     recordings, problems = _load_all(list(dict.fromkeys(map(Path, runs))))
@@ -80,9 +81,9 @@ def _load_all(runs: Sequence[Path]) -> tuple[dict[str, Recording], list[str]]:
 
 
 def names(runs: Sequence[Path]) -> list[str]:
-    """Names of runs: the last parts of their paths, as many as tell them apart.
+    """Returns names of runs: the last parts of their paths, as many as distinguish them.
 
-    A file of one site has the name of its folder before its own.
+    The name of a single site's file includes its folder.
     """
     parts = [_parts(path.resolve()) for path in runs]
     for depth in range(1, max(map(len, parts))):
@@ -127,7 +128,6 @@ def _page(
 
 
 def _days(recordings: dict[str, Recording]) -> str:
-    """When it was recorded."""
     begun = [time for recording in recordings.values() for time in recording.runs["time"]]
     days = sorted(datetime.fromtimestamp(t).date().isoformat() for t in begun if 0 <= t < 1e11)
     if not days:
@@ -136,7 +136,7 @@ def _days(recordings: dict[str, Recording]) -> str:
 
 
 def _verdict(summaries: dict[str, Summary]) -> str:
-    """A sentence about the run, or about that which saves most."""
+    """Sentence about the run, or about the run that saves most."""
     told = {name: found for name, found in summaries.items() if found.verdict}
     if not told:
         return ""
@@ -159,7 +159,6 @@ def _table(summaries: dict[str, Summary]) -> str:
 
 
 def _cells(found: Summary, scalars: Sequence[str]) -> dict[str, str]:
-    """A run's figures below their headings."""
     return {
         "Sites": str(found.sites),
         "Steps": str(found.steps),
@@ -176,7 +175,7 @@ def _told(value: float | None, form: Callable[[float], str]) -> str:
 
 
 def _saving(found: Summary) -> str:
-    """How many times fewer bytes than DDP's, as ``19×``."""
+    """Ratio of DDP's bytes to the run's, as ``19×``."""
     if not found.sent_bytes or not found.dense_bytes:
         return _NOTHING
     ratio = found.dense_bytes / found.sent_bytes
@@ -184,7 +183,7 @@ def _saving(found: Summary) -> str:
 
 
 def _bars(summaries: dict[str, Summary]) -> dict[str, dict[str, str]]:
-    """Per run and heading the bar of a value, beside the largest, and beside DDP's bytes."""
+    """Bars by run and heading; full width is the largest value, for bytes including DDP's."""
     found: dict[str, dict[str, str]] = {name: {} for name in summaries}
     for heading, values, most in (
         (_SENT, {n: s.sent_bytes for n, s in summaries.items()}, _most_bytes(summaries)),
@@ -203,7 +202,7 @@ def _most_bytes(summaries: dict[str, Summary]) -> float:
 
 
 def _row(name: str, method: str, cells: Mapping[str, str], bars: Mapping[str, str]) -> str:
-    """Every cell says its column, which a phone shows beside it."""
+    """Table row; each cell names its column, which narrow screens show beside it."""
     others = [
         f'<td data-head="{escape(h)}">{escape(text)}{bars.get(h, "")}</td>'
         for h, text in cells.items()
@@ -215,7 +214,6 @@ def _row(name: str, method: str, cells: Mapping[str, str], bars: Mapping[str, st
 def _listed(
     heading: str, recordings: dict[str, Recording], told: Callable[[Recording], list[str]]
 ) -> str:
-    """What is told of each run, a line each, behind a heading; nothing of nothing."""
     lines = [
         f"<li>{escape(f'{name}: {line}' if len(recordings) > 1 else line)}</li>"
         for name, recording in recordings.items()

@@ -1,4 +1,4 @@
-"""Runs as pandas tables."""
+"""Recorded runs as pandas tables."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ _SCALARS = ("site", "step", "time", "name", "value")
 
 
 class UnreadableRunError(ValueError):
-    """There is nothing to show of a run."""
+    """Nothing of a run can be shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """What a run recorded, one row per event; what was not measured is None or NaN.
+    """Tables of a recorded run, one row per event; None or NaN where not measured.
 
     The columns are the fields of the events in `outergrad.events`, with `site` for the rank.
 
     Attributes:
-        runs: one row for each time that a site began or went on, with the `file`.
+        runs: one row for each start or resumption of a site, with the `file`.
         steps: one row per recorded step and site; bytes and seconds.
         layers: one row per recorded step, layer and site; `singular_values` as lists, and
             `discarded_energy`, the share of the squared Frobenius norm that was not sent.
-        scalars: what the training loop logged, one row per name: site, step, time, name, value.
-        mishaps: steps that came to nothing, one row per site that told of it.
-        trials: what `og.Auto()` tried, one row per site that told of it.
-        changes: changes of the sites that take part, one row per site that told of it.
-        problems: what could not be read or looks wrong, a line of text each.
-        ended: whether every site that there is has told the end.
+        scalars: values logged by the training loop, one row per name: site, step, time, name,
+            value.
+        mishaps: failed steps, one row per site that reported it.
+        trials: trials of `og.Auto()`, one row per site that reported it.
+        changes: changes of the participating sites, one row per site that reported it.
+        problems: lines of text about what could not be read or looks wrong.
+        ended: True if the last event of every recorded site is its end.
     """
 
     runs: DataFrame
@@ -69,14 +70,14 @@ def load(run: str | Path) -> Recording:
 
 
 def require(*packages: str, extras: str = "report") -> None:
-    """Checks that packages are there.
+    """Checks that packages are installed.
 
     Args:
-        packages: names that can be imported.
-        extras: of outergrad, that bring them.
+        packages: importable names.
+        extras: extra of outergrad that installs them.
 
     Raises:
-        ImportError: some are not; says how to get them.
+        ImportError: a package is missing; names the pip command.
     """
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
@@ -84,7 +85,7 @@ def require(*packages: str, extras: str = "report") -> None:
 
 
 def load_thinned(run: str | Path, most_steps: int | None) -> Recording:
-    """As `load`, with the layers of at most so many steps: the others are not even parsed."""
+    """As `load`, with the layers of at most `most_steps` steps; others are not even parsed."""
     files = [File(path) for path in _files(Path(run))]
     chosen: Container[int] | None = None
     if most_steps is not None:
@@ -114,7 +115,7 @@ def _files(run: Path) -> list[Path]:
 def _by_site(
     files: Iterable[File], layers_of: Container[int] | None
 ) -> tuple[dict[int, tuple[str, list[Entry]]], list[str]]:
-    """Per site its file's name and events, and the problems of all."""
+    """File name and events of each site, and the problems of all files."""
     found: dict[int, tuple[str, list[Entry]]] = {}
     problems: list[str] = []
     for file in files:
@@ -177,7 +178,6 @@ def _scalars(events: Iterable[Entry]) -> DataFrame:
 
 
 def _doubts(runs: DataFrame, steps: DataFrame) -> list[str]:
-    """What the files of a run say of each other."""
     if runs.empty:
         return []
     here, named = set(runs["site"]), int(runs["sites"].max())
@@ -197,13 +197,13 @@ def _doubts(runs: DataFrame, steps: DataFrame) -> list[str]:
 
 
 def _changes(changes: DataFrame) -> list[str]:
-    """Who took part from which step on, as the first site has told."""
+    """Participating sites from each step on, as reported by the first site."""
     rows = changes[changes["site"] == changes["site"].min()].itertuples()
     return [f"from step {row.step} on: {', '.join(row.sites)} took part" for row in rows]
 
 
 def _mishaps(mishaps: DataFrame) -> list[str]:
-    """Of each kind how often, and the last, as the first site told it."""
+    """Count and last occurrence of each kind of mishap, as reported by the first site."""
     found = []
     for what, rows in mishaps[mishaps["site"] == mishaps["site"].min()].groupby("what", sort=False):
         last = rows.iloc[-1]

@@ -1,4 +1,4 @@
-"""What the figures of the page are drawn from."""
+"""Data of the page's figures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TIMES = ("compress_s", "replay_s", "wait_s", "rest_s")
 
 
 def series(recording: Recording) -> dict[str, Any]:
-    """Everything that the page shows of one run, as JSON knows it: no number that is not finite."""
+    """Returns all data that the page shows of one run, in JSON types; not finite becomes None."""
     return {
         "sites": sorted({int(site) for site in recording.layers["site"].unique()}),
         "dense_bytes": dense_bytes(recording),
@@ -40,7 +40,7 @@ def series(recording: Recording) -> dict[str, Any]:
 
 
 def dense_bytes(recording: Recording) -> int | None:
-    """What DDP would send per step."""
+    """Returns the bytes that DDP would send per step; None if not known."""
     return None if recording.runs.empty else int(recording.runs["dense_bytes"].iloc[-1])
 
 
@@ -49,14 +49,13 @@ def _numbers(values: Iterable[float]) -> list[float | None]:
 
 
 def _drawn(table: DataFrame, **how: str) -> DataFrame:
-    """Means of neighbouring rows, or `how` else; as many as are drawn, by the last step of each."""
+    """Means of neighbouring rows (or `how`), at most `POINTS`, each with its last step."""
     groups = [i * POINTS // max(len(table), POINTS) for i in range(len(table))]
     table = table.reset_index()
     return table.groupby(groups).agg({**dict.fromkeys(table, "mean"), "step": "last", **how})
 
 
 def _steps(steps: DataFrame, names: Iterable[str]) -> dict[str, Any]:
-    """Columns of the steps, as means over sites."""
     table = _drawn(steps.groupby("step")[[*names]].mean())
     return {"step": [*map(int, table["step"])], **{name: _numbers(table[name]) for name in names}}
 
@@ -68,10 +67,10 @@ def _times(steps: DataFrame) -> dict[str, Any]:
 
 
 def time_split(steps: DataFrame) -> DataFrame:
-    """The seconds of the steps of which they are known, with `rest_s`, the rest of a step.
+    """Returns the steps with known durations, with `rest_s`, the remainder of `seconds`.
 
-    The parts add up to `seconds`. Older records have the parts of one step beside the mean of
-    several steps: where these parts are more than the whole, they are scaled down to it.
+    All parts add up to `seconds`. Older records have the parts of one step beside the mean of
+    several steps: where these parts exceed the whole, they are scaled down to it.
     """
     names = [*_TIMES[:-1]]
     known = steps[steps["seconds"].notna()]
@@ -82,11 +81,11 @@ def time_split(steps: DataFrame) -> DataFrame:
 
 
 def _scalars(recording: Recording) -> dict[str, Any]:
-    """Per name: mean, least and most over sites and neighbouring steps, and what it took."""
+    """Curves by name: mean, low and high over sites and neighbouring steps, with time and bytes."""
     times = [recording.runs["time"], recording.steps["time"], recording.scalars["time"]]
     start = min((t.min() for t in times if len(t)), default=math.nan)
     totals = recording.steps.groupby("step")["total_sent_bytes"].mean()
-    # A process that goes on counts from 0 again.
+    # A resumed process counts from 0 again.
     totals += totals.shift().where(totals.diff() < 0, 0).cumsum()
     return {
         str(name): _curve(rows, start, totals) for name, rows in recording.scalars.groupby("name")
@@ -107,7 +106,7 @@ def _curve(rows: DataFrame, start: float, totals: Series) -> dict[str, Any]:
 
 
 def _sent_bytes(totals: Series, steps: Series) -> Iterable[float]:
-    """At steps that were done: of the last recorded one before, and on along a line."""
+    """Total bytes after each number of steps, interpolated linearly between recorded steps."""
     import numpy as np
 
     return np.interp(steps - 1, totals.index, totals) if len(totals) else [math.nan] * len(steps)
@@ -135,9 +134,10 @@ def _layers(recording: Recording) -> dict[str, Any]:
 def _grid(
     table: DataFrame, measure: str, names: list[str], steps: list[int]
 ) -> list[list[float | None]] | None:
-    """A row per layer, a column per step, means over sites; None of nothing, or of no error.
+    """Means over sites, a row per layer, a column per step; None if there are none.
 
-    Layers may be measured in turn: in between, what was measured last stands.
+    Also None if no relative error is above 0. Layers may be measured in turn: the last measurement
+    fills the steps between.
     """
     nothing = table[measure].isna() if measure != "relative_error" else ~(table[measure] > 0)
     if nothing.all():
@@ -148,7 +148,7 @@ def _grid(
 
 
 def _dense(recording: Recording, names: list[str]) -> list[float]:
-    """DDP's bytes for each layer: its share of the parameters."""
+    """DDP's bytes for each layer, in proportion to its parameters."""
     total = dense_bytes(recording)
     if total is None:
         return [math.nan] * len(names)
@@ -158,7 +158,7 @@ def _dense(recording: Recording, names: list[str]) -> list[float]:
 
 
 def _parameters(layer: str, layers: Collection[str], numel: Collection[str]) -> set[str]:
-    """Those of a layer: all below a block; a weight, and its bias unless that travels by itself."""
+    """Parameters of a layer: all in a block, or a weight with its bias unless sent alone."""
     if layer not in numel:
         return {name for name in numel if name.startswith(f"{layer}.")}
     head, weight, tail = layer.rpartition("weight")
@@ -166,7 +166,7 @@ def _parameters(layer: str, layers: Collection[str], numel: Collection[str]) -> 
 
 
 def _spectra(layers: DataFrame) -> dict[str, Any]:
-    """Singular values per layer and step: those of the first site that has them."""
+    """Singular values per layer and step, from the first site that has them."""
     table = layers[layers["singular_values"].notna()].drop_duplicates(["layer", "step"])
     steps = thin(sorted({int(step) for step in table["step"]}), _SPECTRA)
     table = table[table["step"].isin(steps)].set_index(["layer", "step"])["singular_values"]
@@ -177,5 +177,4 @@ def _spectra(layers: DataFrame) -> dict[str, Any]:
 
 
 def _held(row: list[list[float | None] | None]) -> list[list[float | None] | None]:
-    """In the place of what was not measured, the last that was."""
     return [next((v for v in row[k::-1] if v is not None), None) for k in range(len(row))]

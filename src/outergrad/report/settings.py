@@ -1,4 +1,4 @@
-"""What runs were run with, and on what: a panel of the page."""
+"""Panel of the page with the runs' settings and machines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outergrad.report.recording import Recording
 
 
 def settings(recordings: Mapping[str, Recording]) -> str:
-    """A panel that opens, with a list per run; nothing where no run said anything of itself."""
+    """Returns a collapsible panel with a list per run; empty if no run recorded its start."""
     lists = [_list(name, recording) for name, recording in recordings.items()]
     if not any(lists):
         return ""
@@ -27,7 +27,6 @@ def _list(name: str, recording: Recording) -> str:
 
 
 def _lines(recording: Recording) -> Iterator[tuple[str, str]]:
-    """What the last start of the run says of itself."""
     if recording.runs.empty:
         return
     last = recording.runs.iloc[-1]

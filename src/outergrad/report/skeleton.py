@@ -1,4 +1,4 @@
-"""What the pages of outergrad have in common: one file that opens anywhere, without a network."""
+"""Frame shared by outergrad's pages: one file that opens anywhere, without a network."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def whole_page(
     scripts: Sequence[str] = (),
     reload_s: int | None = None,
 ) -> str:
-    """A page in one file.
+    """Returns a page in one file.
 
     Args:
-        command: that made it.
+        command: command that made it.
         title: text of the heading.
-        lead: text below it.
-        head: HTML that stands before the body, behind the lead.
+        lead: text below the heading.
+        head: HTML between the lead and the body.
         body: HTML.
         about: text behind the command.
-        style: CSS beyond that of all pages.
-        scripts: elements at the end; where there are none, the page forbids them.
-        reload_s: seconds until a browser opens it anew; None for never.
+        style: CSS in addition to the common style.
+        scripts: elements at the end; without any, the page forbids scripts.
+        reload_s: seconds after which a browser reloads it; None for never.
     """
     script, pictures = ("script-src 'unsafe-inline'; ", "data: blob:") if scripts else ("", "data:")
     return Template(asset("skeleton.html")).substitute(
@@ -52,5 +52,5 @@ def whole_page(
 
 
 def asset(name: str, package: str = "outergrad.report") -> str:
-    """The text of a file that lies beside the modules of a package."""
+    """Returns the text of a file in a package's folder."""
     return files(package).joinpath(name).read_text("utf-8")

@@ -1,4 +1,4 @@
-"""The few numbers that a page begins with."""
+"""Key figures of a run, at the top of the page."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _SCALARS_SHOWN = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A run in a line.
+    """Key figures of a run.
 
     Attributes:
-        method: how gradients travelled; empty where it is not known.
-        sites: their number.
-        steps: synchronised steps, as far as they were recorded.
-        sent_bytes: bytes that a site sent per step, on average; None where no step was recorded.
-        dense_bytes: what DDP would have sent.
-        step_s: mean of the seconds per step: what the parts of the figure of times add up to.
-        finals: the last value of each scalar, as a mean over sites.
-        verdict: what it comes to, as part of a sentence; empty where that is not known.
-        noise_batches: the noise scale of the gradients, in batches of a site.
+        method: method of sending gradients; empty if not known.
+        sites: number of sites.
+        steps: number of synchronised steps, as far as they were recorded.
+        sent_bytes: bytes that a site sent per step, on average; None if no step was recorded.
+        dense_bytes: bytes that DDP would have sent.
+        step_s: mean seconds per step; the parts in the figure of times add up to it.
+        finals: last value of each scalar, as a mean over sites.
+        verdict: conclusion, as part of a sentence; empty if not known.
+        noise_batches: noise scale of the gradients, in batches of a site.
     """
 
     method: str
@@ -42,7 +42,7 @@ class Summary:
 
 
 def summary(recording: Recording) -> Summary:
-    """Takes them from a recording."""
+    """Returns the key figures of a recording."""
     runs, steps, scalars = recording.runs, recording.steps, recording.scalars
     seconds = steps["seconds"].dropna()
     last = scalars.drop_duplicates(["site", "name"], keep="last")
@@ -63,7 +63,7 @@ def summary(recording: Recording) -> Summary:
 
 
 def trials(recording: Recording) -> list[str]:
-    """What `og.Auto()` tried in a run, a line of text each, as the first site told it."""
+    """Returns the trials of `og.Auto()` in a run, a line of text each, as reported by one site."""
     told = recording.trials
     return [
         f"step {trial.step:,}: {' / '.join(dict.fromkeys(trial.methods))}, {trial.outcome}: "
@@ -73,7 +73,7 @@ def trials(recording: Recording) -> list[str]:
 
 
 def columns_of(summaries: Iterable[Summary]) -> list[str]:
-    """The scalars that the table shows: losses first, then accuracies, then others."""
+    """Returns the scalars that the table shows: losses first, then accuracies, then others."""
     names = {name for found in summaries for name in found.finals}
     return sorted(names, key=_place)[:_SCALARS_SHOWN]
 

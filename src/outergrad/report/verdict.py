@@ -1,4 +1,4 @@
-"""What a run comes to, in words: its bytes, its time on a slow link, whether its sites agree."""
+"""Conclusion of a run in words: its bytes, its time on a slow link, the sites' agreement."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from outergrad.report.series import dense_bytes, time_split
 USUAL_LINK = "100 Mbit/s"
 USUAL_BIT_PER_S = 100e6
 _EVEN = 0.03
-"""Amounts that differ by less are as good as equal."""
+"""Relative difference below which amounts count as equal."""
 
 
 def on_usual_link(nbytes: float) -> float:
-    """Seconds that bytes take at 100 Mbit/s."""
+    """Returns the seconds that bytes take at 100 Mbit/s."""
     return 8 * nbytes / USUAL_BIT_PER_S
 
 
 def compared(sent_bytes: float, ddp_bytes: float) -> str:
-    """How the bytes of a step compare with DDP's: 9.5 times fewer."""
+    """Returns how a step's bytes compare with DDP's, e.g. "9.5 times fewer bytes than DDP"."""
     ratio = ddp_bytes / sent_bytes
     if abs(ratio - 1) < _EVEN:
         return "as many bytes as DDP"
@@ -29,14 +29,14 @@ def compared(sent_bytes: float, ddp_bytes: float) -> str:
 
 
 def cost_of_bytes(sent_bytes: float, ddp_bytes: float) -> str:
-    """The same, and what both take of a step at 100 Mbit/s."""
+    """Returns the comparison, with the seconds of a step that both take at 100 Mbit/s."""
     ours, theirs = (seconds(on_usual_link(size)) for size in (sent_bytes, ddp_bytes))
     said = compared(sent_bytes, ddp_bytes)
     return f"{said}; at {USUAL_LINK} they take {ours} of a step, DDP's {theirs}"
 
 
 def verdict(recording: Recording) -> str:
-    """A run in a sentence, of what was recorded of it; empty where that is nothing."""
+    """Returns a recording's conclusion in a sentence; empty if nothing is known."""
     steps, ddp_bytes = recording.steps, dense_bytes(recording)
     parts: list[str] = []
     if len(steps) and ddp_bytes and (sent := float(steps["sent_bytes"].mean())) > 0:
@@ -47,7 +47,7 @@ def verdict(recording: Recording) -> str:
 
 
 def _speed(recording: Recording, sent_bytes: float, ddp_bytes: float) -> str:
-    """Forward and backward as they were, and behind them the bytes, on a link of 100 Mbit/s."""
+    """Step time against DDP's, both with the recorded compute time and a link of 100 Mbit/s."""
     split = time_split(recording.steps)
     if split.empty:
         return ""
@@ -61,7 +61,7 @@ def _speed(recording: Recording, sent_bytes: float, ddp_bytes: float) -> str:
 
 
 def _agreement(recording: Recording) -> str:
-    """Of the last quarter of the recorded steps."""
+    """Agreement of the sites' gradients in the last quarter of the recorded steps."""
     layers, sites = recording.layers, len(recording.layers["site"].unique())
     if not recording.runs.empty:
         sites = int(recording.runs["sites"].max())
@@ -75,9 +75,9 @@ def _agreement(recording: Recording) -> str:
 
 
 def pairwise(cosine: float, sites: int) -> float:
-    """The cosine between two sites' gradients, of that between one of them and the mean.
+    """Returns the cosine between two sites' gradients, from that between one of them and the mean.
 
-    Of sites whose gradients have one length and one angle between any two of them:
-    cosine squared is (1 + (S - 1) pairwise) / S.
+    It assumes that all gradients have the same length and each pair the same angle: cosine squared
+    is (1 + (S - 1) pairwise) / S.
     """
     return (sites * cosine**2 - 1) / (sites - 1)

@@ -1,4 +1,4 @@
-"""What `distribute` is given, and what people pass in its place: one line each, with the remedy."""
+"""Checks of the arguments of `distribute`: errors of one line, with the remedy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 _LONGEST = 100
-"""Characters of a value that an error shows."""
+"""Number of characters of a value that an error shows."""
 
 
 def shown(value: object) -> str:
-    """A value in an error: what it is, and no weights."""
+    """Returns a short text for a value in an error; never its weights."""
     if isinstance(value, Tensor):
         return f"a {type(value).__name__} of shape {tuple(value.shape)}"
     if isinstance(value, Mapping | Sequence) and not isinstance(value, str | bytes):
@@ -28,11 +28,7 @@ def shown(value: object) -> str:
 
 
 def refuse_model(model: Any) -> None:
-    """Checks that it is a model.
-
-    Raises:
-        TypeError: it is none.
-    """
+    """Raises TypeError if the argument is no `torch.nn.Module`."""
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise TypeError(f"model is the class {model.__name__}: pass an object, {model.__name__}()")
     if not isinstance(model, nn.Module):
@@ -40,11 +36,7 @@ def refuse_model(model: Any) -> None:
 
 
 def refuse_inference_mode() -> None:
-    """Checks that what is made now can be trained.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Raises ValueError inside of `torch.inference_mode()`, where nothing can be trained."""
     if torch.is_inference_mode_enabled():
         raise ValueError(
             "og.distribute() inside torch.inference_mode(), in which nothing can be trained: call "
@@ -53,11 +45,7 @@ def refuse_inference_mode() -> None:
 
 
 def refuse_max_bad_steps(value: Any) -> None:
-    """Checks how many bad steps there may be.
-
-    Raises:
-        ValueError: it is no number of steps.
-    """
+    """Raises ValueError if `max_bad_steps` is neither None nor an int of 0 or more."""
     if value is not None and (type(value) is not int or value < 0):
         raise ValueError(
             f"max_bad_steps={shown(value)}: pass a number of steps, 0 or more, or None"
@@ -65,11 +53,7 @@ def refuse_max_bad_steps(value: Any) -> None:
 
 
 def refuse_rules(rules: Any) -> None:
-    """Checks that rules are by types of layers.
-
-    Raises:
-        TypeError: they are not.
-    """
+    """Raises TypeError unless the argument is a mapping from types of layers to rules."""
     remedy = "pass {**og.RULES, MyLayer: MyRule()}"
     if not isinstance(rules, Mapping):
         raise TypeError(f"rules={shown(rules)}: {remedy}")
@@ -81,11 +65,7 @@ def refuse_rules(rules: Any) -> None:
 
 
 def refuse_transport(transport: Any) -> None:
-    """Checks that a transport can be opened.
-
-    Raises:
-        TypeError: it is none.
-    """
+    """Raises TypeError if a transport is a class, or has no method `open`."""
     if isinstance(transport, type):
         raise TypeError(
             f"transport is the class {transport.__name__}: pass an object, as "
@@ -99,11 +79,11 @@ def refuse_transport(transport: Any) -> None:
 
 
 def refuse_group(group: Any) -> None:
-    """Checks that this rank can reach others by a group.
+    """Raises if this rank cannot reach others by a group.
 
     Raises:
         TypeError: it is no process group.
-        ValueError: this rank is none of it.
+        ValueError: this rank is not in it.
     """
     if group is None or isinstance(group, dist.ProcessGroup):
         return
@@ -124,11 +104,7 @@ def refuse_group(group: Any) -> None:
 
 
 def refuse_mesh(mesh: Any) -> None:
-    """Checks that a mesh is one.
-
-    Raises:
-        TypeError: it is none.
-    """
+    """Raises TypeError if a mesh has no method `get_group`."""
     if mesh is not None and not callable(getattr(mesh, "get_group", None)):
         raise TypeError(
             f"mesh={shown(mesh)}: pass a torch.distributed.device_mesh.DeviceMesh with the "
@@ -137,15 +113,15 @@ def refuse_mesh(mesh: Any) -> None:
 
 
 _LONGEST_S = timedelta.max.total_seconds() / 1000
-"""What adds up to something that a timedelta can still be."""
+"""Longest timeout: a sum of several of these is still within a timedelta's range."""
 
 
 def time_span(timeout: Any) -> timedelta | None:
-    """The seconds that `distribute` was given.
+    """Returns the timeout that `distribute` was given, as a timedelta.
 
     Raises:
-        ValueError: they are not above 0.
-        TypeError: they are no number of seconds.
+        ValueError: it is not above 0 and finite, or too long.
+        TypeError: it is neither a number of seconds nor a timedelta.
     """
     if timeout is None:
         return None

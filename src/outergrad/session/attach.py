@@ -1,4 +1,4 @@
-"""distribute(): look at the model, agree with the other sites, swap the classes."""
+"""`distribute()`: inspects the model, agrees with the other sites, swaps the layers' classes."""
 
 from __future__ import annotations
 
@@ -91,60 +91,64 @@ def distribute(
     Args:
         model: any module, not wrapped but by `torch.compile`; its parameters on one device.
         method: how gradients travel. By default `og.Auto()`: dense or as factors, whichever makes
-            steps shorter here, as the sites find out while they train; exact, and other sites see
-            no more than this site's gradient. What it has chosen differs from run to run, and with
-            it rounding: a run that has to repeat to the bit names its method, as `og.DAD()` or
-            `og.Dense()`, or `og.Auto(frozen=choice)`. With `mesh=`, `transform=`, or a star whose
-            sites go on without others, the default is `og.DAD()`. `og.PerLayer({...})` for a method
-            per part of the model, `og.Local()` for a part that is not shared; `og.LocalSteps(k)` to
-            share not gradients but what k steps of each site have changed.
-        group: the sites; the default group if None.
+            steps shorter here, which the sites measure while they train. It is exact, and other
+            sites see no more than this site's gradient. What it chooses differs from run to run,
+            and rounding with it: a run that has to repeat to the bit names its method, such as
+            `og.DAD()`, `og.Dense()` or `og.Auto(frozen=choice)`. With `mesh=`, `transform=`, or a
+            star whose sites go on without others, the default is `og.DAD()`. `og.PerLayer({...})`
+            gives each part of the model its own method, `og.Local()` keeps a part unshared.
+            `og.LocalSteps(k)` shares how k steps of each site have changed the weights, instead of
+            gradients.
+        group: process group of the sites; the default group if None.
         mesh: instead of a group, sites of several ranks: a `DeviceMesh` with the dimensions "site"
             and "local". The gradients of a site's ranks are pooled before they travel, so that
             sites send each other as much as if each had one rank (docs/two-levels.md).
-        transport: how the sites reach each other, where it is not by torch.distributed: an object
-            with the methods of `outergrad.core.transport.Transport` (docs/extending.md).
-        recorder: is told of steps: `og.JSONL(path)`, `og.TensorBoard(dir)`, `og.WandB(run)`, any
-            object with a method `record(event)` that takes `og.events`, or a list of them.
-        rules: what is known about layer types; extend by `{**og.RULES, MyLayer: MyRule()}`.
-        timeout: seconds, or a timedelta, that a site may wait for a message before it gives the
-            others up and raises `og.SiteLostError`; None for the timeout of the process group, by
-            PyTorch's default 30 minutes. It must be longer than what sites differ in arriving at a
-            step. NCCL goes by the group's.
-        max_bad_steps: skip a step on all sites if the gradient of one has NaN or infinities: after
+        transport: how the sites reach each other, if not by torch.distributed: an object with the
+            methods of `outergrad.core.transport.Transport` (docs/extending.md).
+        recorder: receives events of the steps: `og.JSONL(path)`, `og.TensorBoard(dir)`,
+            `og.WandB(run)`, any object with a method `record(event)` that takes `og.events`, or a
+            list of them.
+        rules: rules by layer type, which say how a layer's gradient factors; extend them by
+            `{**og.RULES, MyLayer: MyRule()}`.
+        timeout: seconds, or a timedelta, that a site waits for a message before it gives up and
+            raises `og.SiteLostError`; None for the timeout of the process group, by PyTorch's
+            default 30 minutes. It must be longer than the time by which sites differ in arriving
+            at a step. NCCL uses the group's timeout.
+        max_bad_steps: skip a step on all sites if the gradient of one has NaN or infinities. After
             `backward()` every `param.grad` is None then, so that the optimizer leaves everything
-            as it is; after more such steps in a row than this raise `og.BadStepsError`. None: they
-            go where they would go with DDP. Leave it None with a GradScaler, which skips by
-            itself, on all sites alike.
+            as it is. After more such steps in a row than this, `og.BadStepsError` is raised. None:
+            such gradients are applied, as with DDP. Leave it None with a GradScaler, which skips
+            by itself, on all sites alike.
         weighting: "sites": every site counts alike, as with DDP; "samples": a site counts by the
             number of its samples, so that the gradient is that of one large batch, whatever the
-            sites' own sizes. See `Session.samples`.
-        buffers: what becomes of buffers that forwards write to, as running statistics, in every
-            shared step: "broadcast": all sites get rank 0's, as with DDP; "mean": floating ones
-            become their mean by the weights of the gradients, others rank 0's; "local": each site
-            keeps its own. Those that nobody writes to cost nothing.
-        verify_every: after how many shared steps that count the sites compare checksums of all
-            shared parameters and buffers; None for never. Processors of different instruction
+            sites' own batch sizes. See `Session.samples`.
+        buffers: how buffers that forwards write to, such as running statistics, are shared in
+            every shared step: "broadcast": all sites get rank 0's, as with DDP; "mean": floating
+            ones become their mean by the weights of the gradients, others rank 0's; "local": each
+            site keeps its own. Buffers that nobody writes to cost nothing.
+        verify_every: number of shared steps that count after which the sites compare checksums of
+            all shared parameters and buffers; None for never. Processors of different instruction
             sets round differently, so that replicas may drift apart.
-        on_drift: what to do where they differ: "raise" `og.DriftError` on all sites, "warn", or
+        on_drift: what to do if replicas differ: "raise" `og.DriftError` on all sites, "warn", or
             "mend": all sites take site 0's, with the states of optimizers, and warn.
-        transform: changes this site's own gradient before anything of it travels, as for privacy:
-            see `og.GradientTransform`.
+        transform: changes this site's own gradient before any of it travels, for instance for
+            privacy: see `og.GradientTransform`.
 
     Returns:
         The session: `no_sync()`, `coverage()`, `stats()`, `flush()`, `join()`, `samples()`,
         `make_equal()`, `state_dict()`, `load_state_dict()`, `detach()`.
 
     Raises:
-        TypeError: what was passed is no model, or no method.
+        TypeError: an argument is of a wrong type, as a model that is no module.
         ValueError: the model or the method cannot be used, or the transport cannot do what the
             method needs, or the sites differ: the same message on every site, naming the first
             difference and the rank that has it.
-        RuntimeError: there is no process group, or none of what another transport needs.
-        SiteLostError: another site does not come, or went.
+        RuntimeError: there is no process group, or another transport lacks what it needs.
+        SiteLostError: another site does not arrive, or is gone.
     """
-    refuse_transport(transport)  # and what else this site cannot reach the others without
-    if transport is None:  # another one says itself what it goes by
+    # Raised at once: without these this site cannot reach the others to tell them of an error.
+    refuse_transport(transport)
+    if transport is None:  # for another transport `opened` checks that it goes by them
         refuse_group(group)
         refuse_mesh(mesh)
     error, not_auto, span, device = None, "", None, torch.device("cpu")
@@ -190,6 +194,7 @@ def distribute(
         refuse_to_go_on(comm, method, inspection)
     except (ValueError, TypeError) as raised:
         error = raised
+    # Other sessions of the transport have to be in step before this one sends anything on it.
     end_unfinished(comm.key)
     lines = [] if inspection is None else describe(model, method, inspection)
     lines += [f"session {count_session(comm.key)} of the group", f"weighting: {weighting}"]
@@ -235,7 +240,7 @@ def distribute(
 
 @contextmanager
 def _all_or_nothing(model: nn.Module, comm: Comm) -> Iterator[None]:
-    """Leaves the model plain if it cannot become a session's as a whole."""
+    """Restores the plain model if the block raises: classes, hooks, registered sessions."""
     classes = [(module, type(module)) for module in model.modules()]
     attached = on_transport(comm.key).attached
     before = set(attached)
@@ -256,11 +261,12 @@ def _all_or_nothing(model: nn.Module, comm: Comm) -> Iterator[None]:
 def _told_by_others(
     comm: Comm, lines: Sequence[str], error: Exception | None
 ) -> tuple[int, Handover]:
-    """What a site hears that has come while others train: their fingerprint, and how far they are.
+    """Receives the others' fingerprint and handover, on a site that joins while they train.
 
     Raises:
-        ValueError: it differs from them.
-        SiteLostError: they are gone. They go on without this site, which gives no word.
+        ValueError: this site's description differs from theirs.
+        SiteLostError: the exchange failed. The others go on without this site, which leaves no
+            farewell.
     """
     try:
         sealed = comm.sealed()
@@ -289,7 +295,6 @@ def _topology(
     device: torch.device,
     timeout: timedelta | None,
 ) -> Topology:
-    """Decides, once, how the ranks stand to each other."""
     way = TorchDistributed() if transport is None else transport
     if mesh is None:
         return Topology(opened(way, device, group, timeout))
@@ -306,10 +311,8 @@ def _topology(
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:
-    """What `torch.compile(model)` stands around: parameters go by their names in the plain model.
-
-    By the name of its class: importing it takes a second.
-    """
+    """Returns the module inside `torch.compile(model)`, whose parameter names have no prefix."""
+    # By the name of the class: importing it takes a second.
     return model._orig_mod if type(model).__name__ == "OptimizedModule" else model  # type: ignore[return-value]
 
 
@@ -318,7 +321,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _averaged(method: object, inspection: Inspection) -> Collection[str]:
-    """Frozen parameters that a loop may make averages of weights that sites have of their own."""
+    """Frozen parameters to share as buffers: with `og.LocalSteps` loops average weights there."""
     return inspection.frozen if isinstance(method, LocalSteps) else ()
 
 
@@ -330,13 +333,13 @@ def attach(
     rules: Rules = RULES,
     buffers: _buffers.Kind = "local",
 ) -> Session:
-    """Distributes a model over a transport of any kind, whose sites are known to be alike.
+    """Distributes a model over a given transport, without comparing the sites first.
 
     Args:
         model: as for `distribute`.
         method: as for `distribute`.
         comm: the transport; nothing is sent before the first step.
-        link: what the slowest site has, for methods that go by it.
+        link: link of the slowest site, for methods that depend on it.
         rules: as for `distribute`.
         buffers: as for `distribute`; its bytes come on top of those of the method.
 

@@ -1,4 +1,4 @@
-"""What autograd tells a session of its model."""
+"""Autograd's events in a backward of a session's model: what its taps and hooks call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ from outergrad.step.step import SharedStep
 
 
 class BackwardHooks(Stepping):
-    """Tells the step of the backward that runs what happens; its first event begins it."""
+    """Base of a session that passes autograd's events to the step of the backward that runs.
+
+    The first event of a backward begins its step.
+    """
 
     def __init__(
         self, inspection: Inspection, comm: Comm, fingerprint: int, settings: Settings
@@ -47,7 +50,7 @@ class BackwardHooks(Stepping):
         self._note_end(counted=False)
 
     def tap(self, inspection: Inspection) -> None:
-        """Swaps the classes of layers and blocks, so that they tell of their products."""
+        """Swaps the classes of layers and blocks for ones that capture activations and deltas."""
         alarm = Alarm()
         for layer in inspection.layers:
             watched = [self._watches(slot.params) for slot in layer.slots]
@@ -62,40 +65,38 @@ class BackwardHooks(Stepping):
     def _watches(self, names: Sequence[str]) -> list[WatchedParameter]:
         return [self._watched[name] for name in names]
 
-    # -- nodes of autograd, of which it lets go while Python looks for garbage -------------------
+    # -- nodes of autograd ----------------------------------------------------------------------
+    # A node owns its parameter, which Python's collector cannot see: while a session holds one, it
+    # and its model are never found to be garbage. So it lets go of them for each collection.
 
     def let_go_of_nodes(self) -> None:
-        """Python looks for garbage, of which the session may be a part."""
+        """Drops references to autograd nodes, so that Python can collect session and model."""
         self._holds_nodes = False
         for watched in self._watched.values():
             watched.let_go()
 
     def _hold_nodes(self) -> Sequence[Node | None]:
-        """A backward begins, whose graph has the nodes of now.
-
-        Returns:
-            Those of the parameters, unless they are held already.
-        """
+        """Holds the parameters' nodes for a backward; returns none if they are held already."""
         if self._holds_nodes or not self._watched:
             return ()
         self._holds_nodes = True
         return hold_again(self._watched.values())
 
-    # -- what autograd calls, through the taps --------------------------------------------------
+    # -- events, which autograd sends through taps and hooks --------------------------------------
 
     def on_use(self, block: Block, use: Use) -> None:
-        """The deltas of a use of a block have arrived."""
+        """Captures the deltas of a use of a block."""
         self._refuse_detached()
         self._current().captured.add_use(block, use)
 
     def on_joint(self, point: Point, delta: Tensor) -> Tensor:
-        """The delta of an output of a part that is each site's own; returns what flows back."""
+        """Averages the delta of an output of an `og.Local` part; returns what flows back."""
         self._refuse_detached()
         with self._giving_up():
             return self._current().on_joint(point, delta)
 
     def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
-        """A product's delta has arrived."""
+        """Captures the factors of a product, whose delta has arrived."""
         self._refuse_detached()
         self._current()
         step = self._step_of(slot.weight)
@@ -103,33 +104,37 @@ class BackwardHooks(Stepping):
         step.captured.add(slot, factors)
 
     def on_gradient(self, name: str) -> None:
-        """Autograd itself has a gradient for the parameter."""
+        """Notes that autograd itself has a gradient for the parameter."""
         step = self._step_of(name)
         if not isinstance(step, RepeatedStep):
             step.captured.has_autograd_grad.add(name)
 
     def on_written(self, name: str) -> None:
-        """The backward has written to `param.grad` itself; the sum of several passes has it."""
+        """Notes that the backward wrote to `param.grad` itself, past autograd.
+
+        A sum of several passes contains such a gradient anyway.
+        """
         step = self._step_of(name)
         if isinstance(step, SharedStep):
             step.captured.has_autograd_grad.add(name)
 
     def on_ready(self, name: str) -> None:
-        """This backward has nothing more for the parameter."""
+        """Tells the step that this backward has nothing more for the parameter."""
         try:
             self._step_of(name).on_ready(name)
-        except ExchangeError as error:  # without a context manager, once per parameter
+        except ExchangeError as error:  # no context manager, as this runs for every parameter
             raise self._lost_by(error) from error
 
     def _current(self) -> Any:
-        """The step of the backward that runs now, as one that takes products."""
+        """Returns the step of the backward that runs now, as one that takes factors."""
         self._step_of("")
         return self._in_full()
 
     def _step_of(self, name: str) -> Step:
-        """Where a parameter belongs in the backward that runs now; its first event begins a step.
+        """Returns the step that takes a parameter's gradient in the backward that runs now.
 
-        Blocks and averages are due every time.
+        The first event of a backward begins its step. With `every=k` a parameter that is not due
+        goes to the step that keeps it for later; blocks and joint averages are due every time.
         """
         step = self._step
         if step is None or step.task != current_task():
@@ -147,4 +152,4 @@ class BackwardHooks(Stepping):
             raise RuntimeError("this forward ran before session.detach(): run it again")
 
     def on_stale(self, name: str) -> None:
-        """A gradient for the parameter has come by another node than the one that was watched."""
+        """Refuses a gradient for the parameter that came by another node than the watched one."""

@@ -1,4 +1,4 @@
-"""What a transport can do and what it costs: whether that is enough, and the same everywhere."""
+"""Checks that a transport can do what a method needs, and its description for the sites."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _REMEDIES = {
 
 
 def refuse_incapable(method: str, compressors: Compressors, comm: Comm) -> None:
-    """Checks a method, of which any parameter may come to travel dense.
+    """Raises if a transport lacks what a method needs.
+
+    An all-reduce is always needed, as any parameter may come to travel dense.
 
     Args:
         method: as text.
@@ -23,7 +25,7 @@ def refuse_incapable(method: str, compressors: Compressors, comm: Comm) -> None:
         comm: the transport.
 
     Raises:
-        ValueError: the transport lacks something; names it, the method and the remedy.
+        ValueError: names what the transport lacks, the method and the remedy.
     """
     needs = {Capability.ALL_REDUCE}.union(
         *(compressor.needs for compressor, _ in compressors.items())
@@ -32,11 +34,7 @@ def refuse_incapable(method: str, compressors: Compressors, comm: Comm) -> None:
 
 
 def refuse_lacking(what: str, needs: Set[Capability], comm: Comm) -> None:
-    """Checks what something needs of a transport.
-
-    Raises:
-        ValueError: the transport lacks it; names it, who needs it, and the remedy.
-    """
+    """Raises ValueError, with the remedy, if a transport lacks one of the capabilities."""
     for lacking in [one for one in Capability if one in needs - comm.capabilities]:
         raise ValueError(
             f"{what} needs {lacking.value}, which the transport {type(comm).__name__} cannot do: "
@@ -45,7 +43,7 @@ def refuse_lacking(what: str, needs: Set[Capability], comm: Comm) -> None:
 
 
 def transport_lines(comm: Comm) -> list[str]:
-    """What plans follow from, for the sites to compare."""
+    """Returns lines about the transport, from which plans follow, for the sites to compare."""
     shares = ", ".join(f"{way.value} {comm.cost.share(1, way):.6g}" for way in Route)
     able = ", ".join(one.value for one in Capability if one in comm.capabilities)
     goes_on = [] if comm.min_sites is None else [f"goes on from {comm.min_sites} sites on"]

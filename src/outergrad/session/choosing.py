@@ -1,4 +1,4 @@
-"""A chooser of methods at work in a session: it measures steps, and all sites hear of it."""
+"""Step timing for the chooser of methods (`og.Auto`), which all sites exchange."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ _TIMES = 4
 
 
 class Choosing:
-    """Measures the steps of a session for its chooser.
+    """Measurement of the steps of a session for its chooser.
 
     Args:
-        chooser: to be told of them.
+        chooser: is told of the steps.
         model: of the session.
         comm: the transport.
         fingerprint: of the session.
 
     Attributes:
-        chooser: the same.
-        clock: seconds from some point on.
+        clock: returns the time, seconds.
     """
 
     def __init__(self, chooser: Chooser, model: Model, comm: Comm, fingerprint: int) -> None:
@@ -41,11 +40,13 @@ class Choosing:
         self._last: float | None = None
 
     def ended(self, step: int, headers: Sequence[Header]) -> Trial | None:
-        """A shared step is over, on all sites; returns the trial that it decided, if it did.
+        """Takes the time of a shared step that is over; returns the trial that it decided, if any.
+
+        All sites call it after the same step.
 
         Args:
-            step: its number.
-            headers: of all sites.
+            step: number of the step.
+            headers: of all sites in the step.
 
         Raises:
             ExchangeError: another site is lost.
@@ -68,7 +69,10 @@ class Choosing:
         }
 
     def restart(self) -> None:
-        """What was said is heard and forgotten: a state was loaded, or the session ends."""
+        """Drops the last step's time, and the figures of the exchange under way once they arrive.
+
+        Called when a state is loaded, and when the session ends.
+        """
         self._last = None
         with suppress(ExchangeError):
             if not self._figures.is_silent:
@@ -78,14 +82,14 @@ class Choosing:
 def choosing_of(
     compressors: Compressors, model: Model, comm: Comm, fingerprint: int
 ) -> Choosing | None:
-    """What measures for the chooser of a session; None where there is nothing to choose."""
+    """Returns the measurement for a session's chooser; None if there is nothing to choose."""
     if compressors.chooser is None or comm.world_size == 1 or not model.units:
         return None
     return Choosing(compressors.chooser, model, comm, fingerprint)
 
 
 def measured_flops(comm: Comm) -> float:
-    """Of the slowest machine, by products of small matrices; the same on every site."""
+    """Returns FLOP/s of the slowest machine, by products of small matrices; equal on all sites."""
     a = torch.ones(_WIDTH, _WIDTH, device=comm.device)
     least_s = min(_product_s(a) for _ in range(_TIMES))
     own = round(2 * _WIDTH**3 / max(least_s, 1e-9))
@@ -95,5 +99,5 @@ def measured_flops(comm: Comm) -> float:
 
 def _product_s(a: torch.Tensor) -> float:
     began = time.perf_counter()
-    (a @ a)[0, 0].item()  # a device must have finished it
+    (a @ a)[0, 0].item()  # waits for the device
     return time.perf_counter() - began

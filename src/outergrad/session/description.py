@@ -1,4 +1,4 @@
-"""What sites must have in common, in words that they compare."""
+"""Description of a model and its method, as lines of text that the sites compare."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outergrad.session.inspect import Inspection
 
 
 def describe(model: nn.Module, method: object, inspection: Inspection) -> list[str]:
-    """What the sites must have in common, a line each."""
+    """Returns lines that must be equal on all sites: versions, method, tensors, blocks, slots."""
     lines = [
         f"outergrad {__version__}",
         f"torch {torch.__version__}",
@@ -26,15 +26,14 @@ def describe(model: nn.Module, method: object, inspection: Inspection) -> list[s
 
 
 def shared_tensors(model: nn.Module, inspection: Inspection) -> list[tuple[str, str, Tensor]]:
-    """Parameters and buffers that are made equal: what each is, its name, itself.
+    """Returns the parameters and buffers that are made equal, as (kind, name, tensor).
 
-    Those without elements of their own (sparse, quantized, …) are only compared, by `describe`.
+    Tensors without elements of their own (sparse, quantized, …) are only compared, by `describe`.
     """
     return [found for found in _all(model, inspection) if has_elements(found[2])]
 
 
 def _all(model: nn.Module, inspection: Inspection) -> list[tuple[str, str, Tensor]]:
-    """Those that are no site's own."""
     parameters = (
         ("parameter", n, p) for n, p in model.named_parameters() if n not in inspection.local
     )
@@ -44,7 +43,7 @@ def _all(model: nn.Module, inspection: Inspection) -> list[tuple[str, str, Tenso
 
 
 def _content(t: Tensor) -> str:
-    """What the sites compare of a tensor that cannot be made equal."""
+    """Describes a tensor that cannot be made equal, by a digest of its content if it has one."""
     kind = type(t).__name__ if type(t) not in ORDINARY else str(t.layout).removeprefix("torch.")
     if type(t) in ORDINARY and t.layout == torch.strided:
         kind = "quantized" if t.is_quantized else "nested"

@@ -1,4 +1,4 @@
-"""Whether replicas that should be equal to the bit are: their parameters and buffers compared."""
+"""Comparison of replicas: parameters and buffers should be equal to the bit on all sites."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from outergrad.messages.raw import resolved
 OnDrift = Literal["raise", "warn", "mend"]
 ON_DRIFT: tuple[OnDrift, ...] = ("raise", "warn", "mend")
 _LANE = 3
-"""Apart from the messages of steps, as votes are."""
+"""Lane of the transport, apart from the messages of steps, as votes are."""
 
 
 @dataclass(frozen=True)
 class Drift:
-    """How replicas differ.
+    """Difference between replicas.
 
     Attributes:
-        sites: those whose replica is not that of site 0.
-        names: of the parameters and buffers that differ between some sites.
-        compared: how many were compared.
+        sites: ranks of the sites whose replica is not that of site 0.
+        names: names of the parameters and buffers that differ between some sites.
+        compared: number of parameters and buffers that were compared.
     """
 
     sites: tuple[int, ...]
@@ -36,7 +36,7 @@ class Drift:
     compared: int
 
     def told(self, step: int, remedy: str) -> str:
-        """In words that are the same on every site."""
+        """Describes the difference, in words that are the same on every site."""
         several = len(self.sites) > 1
         who = f"site{'s' * several} {', '.join(map(str, self.sites))} ha{'ve' if several else 's'}"
         return (
@@ -73,7 +73,7 @@ def compared(comm: Comm, tensors: Mapping[str, Tensor | None]) -> Drift | None:
 
 @torch.no_grad()
 def checksums(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Of each, with one stop of the device."""
+    """Returns the checksum of each tensor, 0 for None or an empty one; synchronises just once."""
     found = [checksum(resolved(t).contiguous()) for t in tensors if t is not None and t.numel()]
     each = iter(torch.stack(found).tolist() if found else [])
     return [next(each) if t is not None and t.numel() else 0 for t in tensors]

@@ -1,4 +1,4 @@
-"""An exchange of `og.LocalSteps`: sent behind one step, applied behind the same or a later one."""
+"""Outer steps of `og.LocalSteps`: sent after a local step, applied after it or a later one."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from outergrad.step.header_builder import Announced, Loop
 
 
 class Exchanging(Session):
-    """A session whose shared model is the weights as the last exchanges left them.
+    """Session whose shared model is the weights as the last exchanges left them.
 
-    The weights of then are parameters of their own, and how far each site has gone from them is
-    their gradient: a shared step makes it the mean over the sites, the outer optimizer applies it,
-    and every site goes on from there.
+    These shared weights (`_start`) are parameters of their own. Their gradient is how far this site
+    has gone from them. A shared step makes it the mean over the sites, the outer optimizer applies
+    it, and every site goes on from there.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class Exchanging(Session):
         self._counter = StepCounter(self._trained, method.period)
         self._fragments = Fragments(inspection.compressors.parts or [frozenset(self._start)])
         self._under_way: Fragment | None = None
-        """What was sent, and is not applied yet."""
+        """Fragment that was sent and is not applied yet."""
         self._failed: Exception | None = None
-        """Why its mean is not there, or what else was found."""
+        """Error of the exchange under way: its mean has not arrived, or sites have drifted."""
         self._origin: dict[str, Tensor] = {}
-        """Where this site's next change begins, if not at the shared weights: so each of its own
-        steps counts once, whatever it has been moved by exchanges."""
+        """Weights from which this site's next change is measured, if not the shared ones: so each
+        of its own steps counts once, however exchanges have moved its weights."""
         self._when_sent: dict[str, Tensor] = {}
-        """This site's weights of what is under way, as they were then."""
+        """Copy of this site's weights of the fragment under way, taken when it was sent."""
 
-    # -- what is sent ---------------------------------------------------------------------------
+    # -- sending --------------------------------------------------------------------------------
 
     def _count_samples(self) -> None:
         if not self._weighting.is_even:
@@ -63,10 +63,10 @@ class Exchanging(Session):
 
     @torch.no_grad()
     def _send(self, *, overlaps: bool) -> None:
-        """Begins to make the changes their mean over the sites, in a step without a backward.
+        """Begins the exchange of the due fragment, a shared step without a backward.
 
         Args:
-            overlaps: whether this site makes steps of its own while it travels.
+            overlaps: whether this site makes local steps while the messages travel.
         """
         self._require_group()
         self._refuse_converted()
@@ -99,21 +99,21 @@ class Exchanging(Session):
                     f"again on every site"
                 )
 
-    # -- what comes of it -----------------------------------------------------------------------
+    # -- applying -------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _apply(self, *, ends: bool = False) -> bool:
-        """Waits for what is under way, if anything is, and goes on from there.
+        """Waits for the exchange under way, if there is one, and applies it.
 
         Args:
-            ends: whether this site keeps nothing of its own.
+            ends: whether this site takes the shared weights whole, and keeps none of its own.
 
         Returns:
-            Whether it has moved this site's weights.
+            True if it has moved this site's weights.
 
         Raises:
             DriftError: sites have applied different things before; the exchange counts.
-            RuntimeError: it does not count.
+            RuntimeError: the exchange does not count.
         """
         if self._under_way is None:
             return False
@@ -130,21 +130,22 @@ class Exchanging(Session):
         return True
 
     def _receive(self) -> None:
-        """Waits for what is under way: its mean is then in the gradients of the weights of then."""
+        """Waits for the exchange under way, whose mean is then in `grad` of the shared weights."""
         if self._under_way is None or self._step is None:
             return
         try:
             self._finish(self._step)
         except Exception as error:
             self._failed = error
-        except BaseException:  # an interrupt: what this site has there is no mean
+        except BaseException:  # an interrupt: `grad` is still this site's own change, no mean
             self._under_way = None
             raise
 
     def _mix(self, fragment: Fragment, *, ends: bool) -> None:
         """Moves this site's weights to the shared ones, or some of the way.
 
-        With `error_reset` to those and what this site owes, which is a change: less is further.
+        With `error_reset` the target is the shared weights less what this site has not sent of its
+        changes. A change is old weights minus new, so subtracting it goes further along it.
         """
         then, self._when_sent = self._when_sent, {}
         kept = 0.0 if ends else self._method.kept
@@ -166,7 +167,7 @@ class Exchanging(Session):
             self._counter.restart()
 
     def _owed(self) -> dict[str, Tensor]:
-        """What this site has not sent of the changes of the fragment, by parameter."""
+        """Returns the residuals: what this site has not sent of the fragment's changes, by name."""
         owed: dict[str, Tensor] = {}
         for slot, residual in self._next_share().planner.unsent():
             p = self._start[slot.weight]
@@ -177,20 +178,20 @@ class Exchanging(Session):
         for p in self._start.values():
             p.grad = None
 
-    # -- what else uses the transport -----------------------------------------------------------
+    # -- other uses of the transport ------------------------------------------------------------
 
     def end_unfinished(self, *, unless: int) -> None:
-        """Something else is to be exchanged: what is under way comes first."""
+        """Receives the exchange under way before anything else uses the transport."""
         self._receive()
         super().end_unfinished(unless=unless)
 
     def _forget_gradients(self) -> None:
-        """Nothing: no backward leaves some in the weights of then."""
+        """Does nothing: no backward leaves gradients in the shared weights."""
 
     # -- saved and loaded -----------------------------------------------------------------------
 
     def _turns(self) -> StateDict:
-        """Which fragment is next, and the mean that has come and is not applied yet."""
+        """Returns the fragments' state, and the mean that was received and is not applied yet."""
         waiting = self._under_way is not None
         found = {name: p.grad for name, p in self._start.items() if waiting}
         mean = {name: g.detach().clone() for name, g in found.items() if g is not None}
@@ -199,7 +200,7 @@ class Exchanging(Session):
         return {**self._fragments.state(), "waiting": waiting, "mean": mean, **copies}
 
     def _load_turns(self, state: StateDict | None) -> None:
-        """Goes on from there; None for a state of before fragments took turns."""
+        """Goes on from `_turns()`; `state` is None if saved before there were fragments."""
         self._drop_gradients()
         self._failed = self._under_way = None
         self._origin, self._when_sent = {}, {}

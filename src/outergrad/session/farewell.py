@@ -1,6 +1,7 @@
-"""What a site tells the others when it leaves: by `detach()`, by an error, at the end of Python.
+"""Farewells: the notes that a site leaves when its session, its program or Python ends.
 
-They find its connections closed, and would not know whether its machine died or its program did.
+The other sites only see closed connections; the farewell tells them that this was no crash of the
+machine, and how many steps the site made.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from outergrad.star.transport import leave_all_stars
 from outergrad.step.groups import Sessions, on_transport
 
 _SETTLES_S = 6.0
-"""Longer than the last calls of a store may take, each of which has a limit of its own."""
+"""Longer than the last calls of a store may take, each of which has its own limit."""
 _farewells: WeakKeyDictionary[Any, tuple[Farewell, finalize[..., Any]]] = WeakKeyDictionary()
-"""Of the transport of each session of this process, and what is done when nobody has it any more,
-or Python ends; weak, so that process groups end when the user's do."""
+"""Farewell of each session of this process by its transport, with a finalizer that leaves it when
+the transport is collected or Python ends. The keys are weak, so that process groups end when the
+user's do."""
 _before: list[Any] = []
-"""The `sys.excepthook` that was there, while ours is."""
+"""The `sys.excepthook` that ours has replaced; empty while ours is not installed."""
 
 
 def say_farewell(comm: Comm, session: int) -> None:
-    """Lets the other sites hear of it when a session ends, and how."""
+    """Registers a session so that the other sites are told when and how it ends."""
     notes = None if comm.world_size == 1 else comm.notes(session)
     if notes is None:
         return
@@ -42,13 +44,13 @@ def say_farewell(comm: Comm, session: int) -> None:
 
 
 def leave_all() -> None:
-    """Leaves word of the end of this process, before watchers end; settles, and hangs up."""
+    """Leaves the farewells of this process, settles its sessions, and closes its stars."""
     settling = list[threading.Thread]()
     for comm, (farewell, end) in list(_farewells.items()):
         if not farewell.is_own:
             continue
         sessions = list(on_transport(comm.key).attached)
-        on_transport(comm.key).attached.clear()  # no session goes on
+        on_transport(comm.key).attached.clear()  # so the farewell says that no session goes on
         end()
         settle = threading.Thread(target=_settle, args=(sessions,), daemon=True)
         with suppress(RuntimeError):  # no thread can be started any more
@@ -65,11 +67,13 @@ def _settle(sessions: list[Any]) -> None:
         session.settle_at_exit()
 
 
+# atexit calls the last registered first: this runs before the watcher threads end, whose module is
+# imported above.
 atexit.register(leave_all)
 
 
 def end_session(comm: Any) -> None:
-    """Ends a session now: leaves word of that."""
+    """Leaves the farewell of a session that ends now."""
     if comm in _farewells:
         _, end = _farewells.pop(comm)
         end()
@@ -78,14 +82,15 @@ def end_session(comm: Any) -> None:
 
 
 class Farewell:
-    """Of one session of this process.
+    """Farewell of one session of this process.
 
-    A forked process, as of a data loader, has the same connection to the store, and keeps silent.
+    A forked process, such as a data loader's worker, has the same connection to the store and
+    leaves nothing.
 
     Args:
         group: the sessions on its transport.
-        notes: where to leave something.
-        session: its fingerprint.
+        notes: the place where the other sites read it.
+        session: fingerprint of the session.
     """
 
     def __init__(self, group: Sessions, notes: Notes, session: int) -> None:
@@ -94,24 +99,27 @@ class Farewell:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is of this process, not of one that this was forked from."""
+        """True if this process made it, not one that this was forked from."""
         return self._process == os.getpid()
 
     def end_session(self) -> None:
-        """Tells how many steps it has made."""
+        """Leaves word that the session ended, and after how many steps."""
         self._leave("session")
 
     def end_process(self, why: str, comm: Comm) -> None:
-        """Tells what error ends the program; waits for others to read it where it is first."""
+        """Leaves the error that ends the program.
+
+        The site that holds the store waits, not for long, until the others have read it.
+        """
         if self._leave("process", why) and comm.rank == comm.host:
             comm.close()
             self._notes.stay([site for site in range(comm.world_size) if site != comm.rank])
 
     def _leave(self, ended: str, why: str = "") -> bool:
-        """Whether there was something to say."""
+        """Returns False, and leaves nothing, in a forked process or if sites were lost."""
         if not self.is_own or self._group.lost is not None:
             return False
-        # Not by len(): of a session that is being collected the set may not have heard yet.
+        # len() of the weak set may still count a session that is being collected.
         goes_on = ended == "session" and any(True for _ in self._group.attached)
         pact, about = self._group.pact, {"goes_on": goes_on, "why": why, "ended": ended}
         known = {"ends": self._group.ends, "made": pact.made, "digests": pact.told}
@@ -121,7 +129,7 @@ class Farewell:
 
 
 def _on_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """As `sys.excepthook`, in front of the one that was there."""
+    """`sys.excepthook` that leaves the farewells, then calls the hook that it has replaced."""
     try:
         for comm, (farewell, _) in list(_farewells.items()):
             with suppress(Exception):  # the user's own error is what matters

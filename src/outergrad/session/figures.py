@@ -1,7 +1,7 @@
-"""Numbers that sites tell each other now and then, beside the messages of their steps.
+"""Figures that sites exchange now and then, beside the messages of their steps.
 
-What is said after one step is heard after the next: nobody waits for it. It is said and heard at
-fixed steps, so that all sites go by it in the same one.
+An exchange is started after one step and read after the next, so that no site waits for it.
+Both happen at fixed steps, so that all sites go by the figures in the same step.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from outergrad.core.transport import Comm, Work
 from outergrad.messages.header import KNOWN, MAGIC, sum_of_words
 
 _LANE = 4
-"""Apart from the messages of steps, as votes are."""
+"""Lane of the transport, apart from the messages of steps, as votes are."""
 _PER_UNIT = 1e9
 
 
 class Figures:
-    """Exchanges seconds between sites.
+    """Exchange of seconds between sites.
 
     Args:
         comm: the transport.
@@ -30,7 +30,7 @@ class Figures:
         self._said: tuple[int, Work] | None = None
 
     def say(self, step: int, seconds: Sequence[float]) -> None:
-        """Starts to tell the others; all sites say as many numbers, after the same step.
+        """Starts an all-gather of seconds, as many on every site, after the same step.
 
         Raises:
             ExchangeError: another site is lost.
@@ -43,11 +43,11 @@ class Figures:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing was said that has not been heard."""
+        """True if no exchange is under way."""
         return self._said is None
 
     def heard(self) -> list[list[float]]:
-        """What all sites (S) said last.
+        """Waits for the exchange under way; returns the seconds of all sites (S).
 
         Raises:
             ExchangeError: another site is lost, or sent something else.

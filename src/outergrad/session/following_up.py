@@ -1,4 +1,4 @@
-"""What a session does when a step is over: it goes by what was chosen and decided, and reports."""
+"""Work after a step: the session follows what was chosen and decided, and reports it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outergrad.step.step import SharedStep
 
 
 class FollowingUp(Settling):
-    """The part of a session that comes behind a step."""
+    """Base of a session that does what follows a step."""
 
     _compressors: Compressors
     _next_forward: NextForward
@@ -30,7 +30,7 @@ class FollowingUp(Settling):
     _pattern: Pattern | None
 
     def _take_note(self, step: Any) -> None:
-        """Of what all sites decided."""
+        """Records the sites' decision on a step: bad, discarded or drifted ones are reported."""
         if not isinstance(step, SharedStep) or step.decision is None:
             return
         if step.drift is not None:
@@ -39,7 +39,6 @@ class FollowingUp(Settling):
             self._mishaps.decided(step.decision, step.subjects.names)
 
     def _follow_up(self, step: SharedStep) -> None:
-        """Goes by what a step has chosen, and reports it."""
         if step.choice is None:
             return
         if self._next_forward.follow(step.units, step.choice):
@@ -56,18 +55,17 @@ class FollowingUp(Settling):
         self._pattern = self._pattern_of(step)
 
     def _steps_with(self, step: SharedStep) -> int:
-        """Synchronised steps so far; one in which sites were lost, and others go on, is none."""
+        """Counts the steps with this one, unless sites were lost in it and others go on."""
         is_void = step.decision is None and self._lost_step is not None
         if is_void and self._group.pact.opens is not None:
             return self._stats.step
         return self._stats.step + 1
 
     def _pattern_of(self, step: SharedStep) -> Pattern | None:
-        """What the steps behind one may have in common with it."""
         raise NotImplementedError
 
     def _measure(self, choosing: Choosing, context: StepContext) -> None:
-        """Tells a chooser how long the step took, unless the next one will say who is lost."""
+        """Tells a chooser how long the step took; after a loss, which the next step raises, not."""
         if self._group.lost is not None:
             return
         try:

@@ -1,4 +1,4 @@
-"""Fragments of a model that take turns: what each exchange of `og.LocalSteps` is about."""
+"""Fragments of a model, of which `og.LocalSteps(stream=n)` exchanges one at a time, in turn."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from outergrad.session.inspect import Inspection
 
 @dataclass
 class Fragment:
-    """A part of the weights.
+    """Part of the weights that is exchanged at once.
 
     Attributes:
-        names: of its parameters.
-        differs: whether sites may have other weights of it than the shared ones.
-        samples: of this site, up to its next exchange; those of its last one until there are more.
-        is_spent: whether they are those of its last one.
+        names: names of its parameters.
+        differs: whether sites may have other weights here than the shared ones.
+        samples: number of samples of this site since the last exchange of the fragment; until there
+            are some, that of the last exchange.
+        is_spent: whether `samples` is that of the last exchange.
     """
 
     names: frozenset[str]
@@ -29,16 +30,16 @@ class Fragment:
     is_spent: bool = True
 
     def count(self, samples: int) -> None:
-        """Adds those of the last steps."""
+        """Adds the number of samples of the last steps."""
         self.samples = samples if self.is_spent else self.samples + samples
         self.is_spent = False
 
 
 class Fragments:
-    """The fragments of a model, and whose turn it is.
+    """Fragments of a model, and which of them is exchanged next.
 
     Args:
-        parts: names of the parameters of each.
+        parts: per fragment, names of its parameters.
     """
 
     def __init__(self, parts: Sequence[frozenset[str]]) -> None:
@@ -47,15 +48,15 @@ class Fragments:
 
     @property
     def due(self) -> Fragment:
-        """Whose turn it is."""
+        """Fragment that is exchanged next."""
         return self._all[self._turn]
 
     def pass_on(self) -> None:
-        """It is the next one's turn."""
+        """Advances to the next fragment."""
         self._turn = (self._turn + 1) % len(self._all)
 
     def seek(self) -> bool:
-        """Passes on to the next one that differs between sites; whether there is one."""
+        """Advances to the first fragment, from this one on, that differs; False if none does."""
         if not any(fragment.differs for fragment in self._all):
             return False
         while not self.due.differs:
@@ -63,42 +64,42 @@ class Fragments:
         return True
 
     def stepped(self) -> None:
-        """This site has changed its weights."""
+        """Notes that this site has changed its weights, so that all fragments differ."""
         for fragment in self._all:
             fragment.differs = True
 
     def count(self, samples: int) -> None:
-        """Takes note of those of the last steps."""
+        """Adds the number of samples of the last steps to all fragments."""
         for fragment in self._all:
             fragment.count(samples)
 
     def told(self, name: str) -> str:
-        """Which fragment a parameter is in, in words; nothing where there is only one."""
+        """Says which fragment a parameter is in; an empty text if there is only one."""
         index = next(k for k, fragment in enumerate(self._all) if name in fragment.names)
         several = len(self._all) > 1
         return f", fragment {index + 1} of {len(self._all)}" if several else ""
 
     def state(self) -> StateDict:
-        """To be saved."""
+        """Returns the state to be saved."""
         own = [[f.differs, f.samples, f.is_spent] for f in self._all]
         return {"turn": self._turn, "fragments": own}
 
     def load(self, state: StateDict) -> None:
-        """Goes on from there."""
+        """Goes on from a saved state."""
         self._turn = state["turn"]
         for fragment, own in zip(self._all, state["fragments"], strict=True):
             fragment.differs, fragment.samples, fragment.is_spent = own
 
 
 def streamed(inspection: Inspection, method: LocalSteps) -> Inspection:
-    """A model of which a fragment at a time is exchanged: each has compressors of its own.
+    """Divides a model into fragments, with compressors of their own.
 
     Args:
-        inspection: of the whole.
+        inspection: of the whole model.
         method: says how many fragments there are.
 
     Raises:
-        ValueError: the model has fewer parts.
+        ValueError: the model has fewer parts that can travel apart.
     """
     if method.stream == 1:
         return inspection
@@ -113,9 +114,9 @@ def streamed(inspection: Inspection, method: LocalSteps) -> Inspection:
 
 
 def _parts(model: Model, count: int) -> list[frozenset[str]]:
-    """Names of about equal numbers of elements; what travels together stays so.
+    """Divides parameters into `count` parts of about equal size; those of one unit stay together.
 
-    The largest first, each goes to the part that has least: of layers that are alike the i-th goes
+    The largest first, each goes to the part that has fewest elements. Of equal layers the i-th goes
     to part i mod `count`, a strided order, as in arXiv 2501.18512, section 3.1.
     """
     together = {name: unit.params for unit in model.units for name in unit.params}

@@ -1,4 +1,4 @@
-"""What a session does when its transport failed: it gives the group up, and says what holds."""
+"""Failure handling of a session: it aborts its transport, and finds out whether a step counts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from outergrad.step.step import SharedStep
 
 
 class GivingUp:
-    """The part of a session that is there for lost sites."""
+    """Base of a session that handles the loss of other sites."""
 
     _comm: Comm
     _group: Sessions
-    """Those on the transport."""
+    """All sessions on the transport."""
     _number: int
     """Fingerprint of the session, the same on all sites."""
     _stats: Stats
@@ -37,14 +37,15 @@ class GivingUp:
     _mishaps: Mishaps
     _votes: LateVotes
     _lost_step: int | None = None
-    """Synchronised steps before the one in which sites were lost, if some were."""
+    """Number of synchronised steps before the one in which sites were lost; None if none were."""
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """Around what uses the transport.
+        """Aborts the group if the transport fails inside the block.
 
         Raises:
-            SiteLostError: it failed.
+            SiteLostError: the transport failed.
+            SitesChangedError: it failed, and sites go on without those that were lost.
         """
         try:
             yield
@@ -52,14 +53,14 @@ class GivingUp:
             raise self._lost_by(error) from error
 
     def _lost_by(self, error: ExchangeError) -> SiteLostError | SitesChangedError:
-        """Gives up: the transport failed, and its group must not be used again."""
+        """Aborts the group, which must not be used again, and returns the error to raise."""
         self._give_up(error)
         return self._lost_error()
 
     def _counts_elsewhere(self, step: Any, error: ExchangeError) -> bool:
-        """Whether the step counts although a site was lost: some site that is left has made it.
+        """Aborts the group; True if the step counts, as a remaining site has made it.
 
-        The next step raises.
+        The next step raises then.
         """
         counted = self._give_up(error)
         if counted and isinstance(step, SharedStep):
@@ -68,13 +69,15 @@ class GivingUp:
 
     @contextmanager
     def _giving_up_behind(self, place: str) -> Iterator[None]:
-        """Around what uses the transport between two steps; who can go on is told in the next one.
+        """Aborts the group if the transport fails inside the block, between two steps.
+
+        Where sites go on without those that were lost, the next step raises `SitesChangedError`.
 
         Args:
             place: what this site waits for, in words.
 
         Raises:
-            SiteLostError: it failed, and sites cannot go on.
+            SiteLostError: the transport failed, and sites cannot go on.
         """
         try:
             yield
@@ -85,12 +88,12 @@ class GivingUp:
 
     @property
     def _place(self) -> str:
-        """What this site waits for, in words."""
+        """Description, for error messages, of what this site waits for."""
         step = self._in_full()
         return step.place if isinstance(step, SharedStep) else "the headers"
 
     def _note_end(self, *, counted: bool) -> None:
-        """How far this session is, for sites that lose each other."""
+        """Records the session's last step, for the failure reports to other sites."""
         end = LastStep(self._stats.step, counted)
         self._group.note_end(self._number, end)
 
@@ -103,7 +106,7 @@ class GivingUp:
         return found.counted
 
     def _taken(self, outcome: Outcome) -> Findings:
-        """Takes what a step brought that another site has made."""
+        """Applies the step result that another site has put on the board."""
         found, brought = outcome.findings, Brought.of(outcome.content)
         try:
             if brought is not None and brought.applied and isinstance(self._step, SharedStep):
@@ -118,7 +121,10 @@ class GivingUp:
         return replace(found, counted=brought.applied)
 
     def _tell_part(self, step: int, *, counted: bool = False) -> None:
-        """Of the steps before this one that nobody has voted on; the last one may be another's."""
+        """Tells the transport of the steps before `step` that the sites have not voted on.
+
+        With `counted` the last of them may count by another site's step result.
+        """
         first = self._votes.first
         if counted and first is None:
             first = step - 1
@@ -126,7 +132,7 @@ class GivingUp:
             self._comm.took_part(self._number, first, step - 1)
 
     def _stay_behind(self) -> None:
-        """The others go on, if they do, without this site."""
+        """Lets the others go on without this site, if they do: opens and closes their transport."""
         pact = self._group.pact
         opens, pact.opens = pact.opens, None
         if opens is not None:
@@ -134,17 +140,17 @@ class GivingUp:
                 opens().close()
 
     def _lose_behind(self, error: ExchangeError, place: str) -> None:
-        """Gives up behind a step that is over on all sites: its gradients stay, the next raises."""
+        """Aborts after a step that is over on all sites; gradients stay, the next step raises."""
         self._note_lost(place, error, self._find_out(error).findings)
 
     def _note_lost(self, place: str, error: ExchangeError, found: Findings) -> None:
-        """The step that does not count any more is known, and what came before it is told."""
+        """Records the first step that does not count; tells the transport of the steps before."""
         step = self._lost_step = self._stats.step + found.counted
         self._tell_part(step, counted=found.counted)
         self._mishaps.lost(note_lost(self._comm, step, place, error, found))
 
     def _in_full(self) -> Any:
-        """The step that runs, as one that can take what other sites have of it."""
+        """Returns the running step, as one that can apply another site's step result."""
         return self._step
 
     def _find_out(self, error: ExchangeError) -> Outcome:
@@ -156,7 +162,7 @@ class GivingUp:
         return outcome
 
     def _has_voted(self) -> bool:
-        """Whether others may have applied the step that runs, or what this site has of it."""
+        """True if other sites may have applied the running step, or this rank's share of it."""
         return isinstance(self._step, SharedStep) and self._step.voted
 
     @property
@@ -164,7 +170,7 @@ class GivingUp:
         return [site for site in range(self._comm.world_size) if site != self._comm.rank]
 
     def _require_group(self) -> None:
-        """Ends steps of the group whose backward raised: after that all sites are in step.
+        """Ends the group's steps whose backward raised, so that all sites are in step again.
 
         Raises:
             SiteLostError: the group must not be used any more.
@@ -174,16 +180,15 @@ class GivingUp:
 
     def _refuse_lost(self) -> None:
         self._hear_of_end()
-        while self._group.pact.opens is not None:  # more may be lost meanwhile
+        while self._group.pact.opens is not None:  # more sites may be lost meanwhile
             self._go_on()
         refuse_lost(self._comm.key)
 
     def _go_on(self) -> None:
-        """Goes on with the sites that are left."""
         raise NotImplementedError
 
     def _hear_of_end(self) -> None:
-        """The others gave up while this site computed."""
+        """Aborts if the other sites did so while this site computed."""
         group = self._group
         if group.pact.frozen and group.lost is None:
             error = ExchangeError("the other sites gave up", kind=Failure.CLOSED)

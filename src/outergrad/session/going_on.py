@@ -1,4 +1,4 @@
-"""How a session goes on with other sites: some were lost."""
+"""Resuming of a session with other sites, after some were lost or have joined."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from outergrad.step.lost import Findings
 
 
 class GoingOn(BackwardHooks):
-    """The part of a session that takes it from one transport to the next.
+    """Base of a session that moves from one transport to the next.
 
-    Where the loss of a site was noticed, nothing is exchanged: what follows for each site follows
-    from what they have agreed on. The loop is told in the step that does not count, or, on a site
-    that had not begun it, when it begins; after that the next step goes on with the others.
+    Where the loss of a site was noticed, nothing more is exchanged: each site derives its new state
+    from what the sites have agreed on. The loop hears of it by an error in the step that does not
+    count, or, on a site that had not begun that step, when it begins it. The step after goes on
+    with the others.
     """
 
     def _require_step(self) -> None:
-        """Ends what was begun, and tells the loop that the sites have changed.
+        """Ends unfinished steps, and raises if the sites have changed, before a step begins.
 
         Raises:
-            SitesChangedError: they have, and this step is void.
+            SitesChangedError: the sites have changed, and this step is void.
             SiteLostError: the transport cannot be used any more.
         """
         if self._group.is_calm and self._comm.min_sites is None:
@@ -50,7 +51,9 @@ class GoingOn(BackwardHooks):
             raise told
 
     def go_on(self) -> None:
-        """Where sites go on with others, does so now; whoever uses its transport calls this.
+        """Moves to the next transport now, if the sites have agreed on one.
+
+        Whatever else uses the session's transport calls this first.
 
         Raises:
             SiteLostError: the transport cannot be used any more.
@@ -58,14 +61,14 @@ class GoingOn(BackwardHooks):
         self._require_group()
 
     def _drop_pass(self) -> None:
-        """What this backward, and those in `no_sync` before it, have left."""
+        """Drops what this backward, and those in `no_sync` before it, have left."""
         self._accumulator.clear()
         self._unshared.clear()
         param_grad.drop(self._model.params.values())
         self._forget_pass(None)
 
     def _go_on(self) -> None:
-        """All sessions of the transport, between two steps."""
+        """Moves all sessions of the transport to the next one, between two steps."""
         before = self._group
         opens, before.pact.opens = before.pact.opens, None
         assert opens is not None
@@ -87,15 +90,13 @@ class GoingOn(BackwardHooks):
         return note_lost(self._comm, self._stats.step, place, error, nobody)
 
     def _take_in(self) -> None:
-        """Agrees with those that have come, where some have."""
         raise NotImplementedError
 
     def _hand_over(self) -> None:
-        """Tells them how far the others are."""
         raise NotImplementedError
 
     def move(self, comm: Comm) -> None:
-        """Takes part on another transport from now on; `comm` is this session's own."""
+        """Moves this session to another transport; `comm` is this session's own."""
         before, sites = self._comm, comm.world_size
         if self._lost_step is None:
             self._tell_part(self._stats.step)
@@ -129,11 +130,7 @@ class GoingOn(BackwardHooks):
 
 
 def refuse_to_go_on(comm: Comm, method: Any, inspection: Inspection) -> None:
-    """Checks a method, where sites go on without others.
-
-    Raises:
-        ValueError: it cannot do that.
-    """
+    """Raises ValueError if sites go on without lost ones, and the method cannot do that."""
     if comm.min_sites is None:
         return
     why = ""

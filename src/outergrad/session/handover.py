@@ -1,4 +1,7 @@
-"""What a site that comes while others train is given: encrypted, from the first of these to it."""
+"""Handover: the common state of the sites, sent by site 0 to a site that joins while they train.
+
+Its callers pass a sealed transport, on which the messages are encrypted.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,15 @@ _MOST_TEXT, _ABOUT_BYTES = 1 << 26, 64
 
 @dataclass(frozen=True)
 class Handover:
-    """All that the sites have in common.
+    """State that all sites have in common.
 
     Attributes:
         number: fingerprint of the session.
-        step: synchronised steps so far.
+        step: number of synchronised steps so far.
         tensors: parameters and buffers, in an order that all sites know.
-        compressors: what each knows that all sites know.
-        optimizers: states by the first parameter that each holds, of those that were seen.
+        compressors: of each compressor, the part of its state that is equal on all sites.
+        optimizers: states of the optimizers that were seen to step, by the first parameter that
+            each holds.
     """
 
     number: int
@@ -41,16 +45,17 @@ class Handover:
     optimizers: Mapping[str, Any] = field(default_factory=dict)
 
     def give(self, comm: Comm) -> None:
-        """Sends it to those that have come; called on all sites that were there before."""
+        """Sends it to the joining sites; a collective that all other sites call by this method."""
         contents = self._contents(comm) if comm.rank == _SOURCE else []
         nothing, sites = torch.empty(0, dtype=torch.uint8, device=comm.device), comm.world_size
+        # Every site takes part in each all_to_all, so all have to know how many there are.
         ((count,), *_) = words_of_all(comm, [len(contents)])
         for content in contents or [nothing] * count:
             parts = [content if rank in comm.coming else nothing for rank in range(sites)]
             comm.all_to_all(parts, [0] * sites).wait()
 
     def _contents(self, comm: Comm) -> list[Tensor]:
-        """One message each."""
+        """Messages in the order sent: length and digest, text (JSON), chunks of tensors."""
         structure, tensors = flattened(vars(self))
         shapes = [(DTYPES.index(t.dtype), list(t.shape)) for t in tensors]
         text = json.dumps({"about": structure, "tensors": shapes}).encode()
@@ -60,12 +65,12 @@ class Handover:
 
 
 def taken(comm: Comm) -> Handover:
-    """What this site is given.
+    """Receives the handover on a joining site, while the others call `Handover.give`.
 
     Raises:
-        ExchangeError: what came is not what was sent.
+        ExchangeError: the messages cannot be read, or have another digest.
     """
-    words_of_all(comm, [0])
+    words_of_all(comm, [0])  # the exchange of the count in `give`
     try:
         length, check = json.loads(bytes(_from_source(comm, _ABOUT_BYTES).tolist()))
         if not 0 < length < _MOST_TEXT:

@@ -1,4 +1,4 @@
-"""What a look at the model finds: who shares what, layers with a rule, reasons for the others."""
+"""Inspection of a model: what is shared, layers with a rule, why other parameters travel dense."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from outergrad.step.joint import joint_parts
 
 @dataclass(frozen=True)
 class FoundLayer:
-    """A module with a rule.
+    """Module with a rule.
 
     Attributes:
         module: the module.
-        rule: how it computes.
+        rule: the rule of its type.
         slots: its outer products.
     """
 
@@ -48,20 +48,20 @@ class FoundLayer:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a look at the model found.
+    """Result of the inspection of a model.
 
     Attributes:
         model: the trainable part that is shared.
-        compressors: of its units.
-        layers: whose classes are to be swapped.
-        blocks: what is computed again by all sites.
+        compressors: of the model's units.
+        layers: layers whose classes are to be swapped.
+        blocks: blocks that all sites compute again (replays).
         frozen: shared parameters that are not trained.
         local: parameters that each site keeps to itself.
-        local_buffers: names of buffers that it does, too.
+        local_buffers: names of buffers that each site keeps to itself.
         joint_parts: modules whose outputs' deltas are averaged over the sites, by name.
-        every: of each trained one, at every how many-th synchronised backward it travels.
+        every: k of each trained parameter, which travels at every k-th synchronised backward.
         watch: tells whether the model has changed since.
-        norms_over_sites: names of `SyncBatchNorm`s, of which every forward is a meeting.
+        norms_over_sites: names of `SyncBatchNorm`s, whose forward is a collective of all sites.
     """
 
     model: Model
@@ -78,18 +78,18 @@ class Inspection:
 
 
 def inspect(model: nn.Module, method: Any, rules: Rules, *, replays: bool = True) -> Inspection:
-    """Finds slots and reasons.
+    """Inspects a model that is to be distributed.
 
     Args:
-        model: that is to be distributed.
-        method: of the user's.
-        rules: by type of layer.
-        replays: whether sites can compute parts of the model again for each other. Otherwise
-            these parts travel as what the method does of other layers.
+        model: the model.
+        method: the user's method.
+        rules: rules by type of layer.
+        replays: whether sites can compute parts of the model again for each other. Otherwise the
+            method treats these parts as other layers.
 
     Raises:
-        ValueError: the model cannot be distributed so.
-        TypeError: the method is none.
+        ValueError: the model cannot be distributed by the method.
+        TypeError: `method` is no method.
     """
     _check_model(model)
     look = _Look(model, method, rules)
@@ -119,13 +119,13 @@ def inspect(model: nn.Module, method: Any, rules: Rules, *, replays: bool = True
 
 
 class _Look:
-    """One look at a model.
+    """One inspection of a model.
 
     Attributes:
-        assignment: of methods to its parameters.
+        assignment: of methods to the parameters.
         local: parameters that each site keeps to itself.
-        frozen: shared ones that are not trained.
-        trained: shared ones that are.
+        frozen: shared parameters that are not trained.
+        trained: shared parameters that are trained.
     """
 
     def __init__(self, model: nn.Module, method: Any, rules: Rules) -> None:
@@ -144,10 +144,10 @@ class _Look:
         self._reasons = dict.fromkeys(self.trained, "a plain parameter")
         dense = [n for n in self.trained if self.assignment.exchange_of(n) is None]
         self._reasons.update(dict.fromkeys(dense, "the method is dense"))
-        self._open = self.trained.keys() - dense  # no module has said yet why they travel dense
+        self._open = self.trained.keys() - dense  # no module has given a reason yet
 
     def blocks(self) -> list[FoundBlock]:
-        """What is computed again; what is in it has no layers."""
+        """Finds the blocks that are computed again; their modules are no `FoundLayer`s."""
         hosts: dict[int, Host] = {}
         finders = [self._finder(compressor, hosts) for compressor in self.assignment.compressors]
         found = [block for finder in finders for block in finder.found()]
@@ -160,7 +160,7 @@ class _Look:
         return BlockFinder(self._model, compressor, own, hosts)
 
     def layers(self) -> Iterator[FoundLayer]:
-        """Layers with a rule that are not owned; for the others' parameters, notes the reasons."""
+        """Yields layers with a rule that nothing else owns; notes why others travel dense."""
         for prefix, module in self._model.named_modules():
             if id(module) in self._owned:
                 continue
@@ -183,7 +183,7 @@ class _Look:
                 yield FoundLayer(module, rule, slots)
 
     def _note(self, names: Sequence[str], why: str) -> None:
-        """The reason why parameters travel dense; the first that is found is kept."""
+        """Records why parameters travel dense; the first reason found is kept."""
         self._reasons.update(dict.fromkeys(self._open.intersection(names), why))
         self._open -= set(names)
 
@@ -194,14 +194,14 @@ class _Look:
             raise ValueError(f"{prefix or type(module).__name__}: {error}") from None
 
     def _named_slots(self, rule: Rule, module: nn.Module, prefix: str) -> tuple[Slot, ...]:
-        """The rule's slots, with tied parameters under their first name."""
+        """Returns the rule's slots, with tied parameters under their first name."""
         first: dict[str | None, Any] = {None: None}
         first |= {n: self._names[id(p)] for n, p in module.named_parameters(prefix)}
         slots = rule.slots(module, prefix)
         return tuple(replace(s, weight=first[s.weight], bias=first[s.bias]) for s in slots)
 
     def _unfit(self, module: nn.Module, names: Sequence[str]) -> str:
-        """Why a layer with these parameters travels dense, if it has to."""
+        """Returns why a layer with these parameters has to travel dense; else an empty text."""
         if not self.trained.keys() >= set(names):
             return "part of the layer is frozen or local"
         if any(self.trained[name].dtype not in DTYPES for name in names):
@@ -213,7 +213,7 @@ class _Look:
         return ""
 
     def shared_model(self, slots: Sequence[Slot], blocks: Sequence[FoundBlock]) -> Model:
-        """The trained part, by units; for what is in none of them, the reasons."""
+        """Returns the trained part, by units, with reasons for parameters outside of them."""
         parts = [found.block for found in blocks]
         covered = {name for part in (*slots, *parts) for name in part.params}
         reasons = {name: why for name, why in self._reasons.items() if name not in covered}
@@ -222,7 +222,7 @@ class _Look:
         return Model.of(self.trained, slots, reasons, plain, parts, vectors)
 
     def compressors(self, shared: Model) -> Compressors:
-        """Of the units, one per method."""
+        """Returns the compressors of the units, one per method."""
         units_of = self.assignment.units_of(shared.units)
         if self.assignment.changes:
             chooser = self.assignment.chooser(shared.units)
@@ -232,20 +232,20 @@ class _Look:
         return Compressors(units_of)
 
     def _travels_plain(self, name: str) -> bool:
-        """Whether its method takes its formed gradient, without a rule."""
+        """True if the parameter's method takes its formed gradient, without a rule."""
         takes, p = self.assignment.takes_plain(name), self.trained[name]
         fits = p.dim() >= 2 or self._is_vector(name)
         return takes and fits and p.numel() > 0 and p.dtype in DTYPES
 
     def _is_vector(self, name: str) -> bool:
-        """Whether it is a vector, and its method takes such."""
+        """True if the parameter is a vector, and its method takes vectors."""
         return self.trained[name].dim() == 1 and self.assignment.takes_vectors(name)
 
 
 def _refuse_as_embeddings(prefix: str, module: nn.Module) -> None:
-    """Refuses the settings of `nn.Embedding` that cannot be shared where others have them, too.
+    """Refuses, on modules without a rule, the settings of `nn.Embedding` that cannot be shared.
 
-    `nn.EmbeddingBag` is one, a subclass with a forward of its own may be.
+    `nn.EmbeddingBag` has them, and a subclass with a forward of its own may.
 
     Raises:
         ValueError: its gradients are sparse, or its forward changes its table.
@@ -281,7 +281,6 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _claimed(name: str, params: dict[str, nn.Parameter]) -> str:
-    """What to do about a parameter that is another session's."""
     if all(is_claimed(p) for p in params.values() if p.requires_grad):
         return f"{name!r} is distributed already: call session.detach() first"
     return (
@@ -291,7 +290,7 @@ def _claimed(name: str, params: dict[str, nn.Parameter]) -> str:
 
 
 def _is_expanded(t: Tensor) -> bool:
-    """Whether several of its elements stand in one place of memory."""
+    """True if several elements share one place of memory."""
     if not has_elements(t):
         return False
     strides = zip(t.stride(), t.shape, strict=True)

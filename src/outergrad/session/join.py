@@ -1,12 +1,12 @@
-"""Loops over unequal numbers of batches: a site that has run out takes part in the others' steps.
+"""`session.join()`: a site that has run out of batches takes part in the others' steps.
 
-It takes part by shadow steps, which have no backward: its header says that it uses nothing and
-weighs nothing, its rows are none and what it would send formed is zeros, so that the mean is over
-the sites that have a batch. What the mean is it learns as all do, so it stays a replica.
+It does so by shadow steps, which have no backward: its header says that it uses nothing and has a
+weight of 0, and it sends no rows, and zeros for formed gradients. So the mean is over the sites
+that have a batch. The site receives the mean as all others do, and stays a replica.
 
-Where loops of several sessions are one (a generator and a discriminator), nobody knows which of
-them the others step next, so a site that has run out listens to all of them at once, each in a
-thread; they are on process groups of their own.
+If one loop steps several sessions (a generator and a discriminator), a site that has run out cannot
+know which of them the others step next. So it follows all of them at once, each in a thread; the
+sessions are on process groups of their own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _COUNTS_TWICE = (
 
 
 class _JoinedHere(threading.local):
-    """The sessions whose `join` a thread is in, from the outermost on."""
+    """Sessions whose `join` the thread is in, the outermost first."""
 
     def __init__(self) -> None:
         self.sessions: list[Joining] = []
@@ -49,15 +49,15 @@ _JOINED = _JoinedHere()
 
 
 class Joining(GoingOn):
-    """The hooks of a site whose loop may be shorter or longer than the others'."""
+    """Base of a session whose sites may have unequal numbers of batches."""
 
     _watch: LoopWatch | None = None
     _has_left = False
     _last_active = 0
     _weight_out = 0
-    """Of this site in the steps of the others when it has run out."""
+    """Weight of this site in the steps of the others once it has run out."""
     _after: Callable[[], Any] | None = None
-    """What the loop does after each backward, if the user has said so."""
+    """User's `step=`: does what the loop does after each backward; None for the seen optimizers."""
 
     @contextmanager
     def join(
@@ -66,18 +66,18 @@ class Joining(GoingOn):
         step: Callable[[], Any] | None = None,
         divide_by_initial_world_size: bool = False,
     ) -> Iterator[None]:
-        """Around a loop of which the sites may have unequal numbers of batches.
+        """Lets the sites run the loop inside it over unequal numbers of batches.
 
         A site whose loop is over takes part in the others' steps with a weight of 0, until all
-        are out: the mean gradient is over the sites that have a batch. Every site must enter it
-        and run nothing but the steps of this model inside. In the end all replicas are equal,
+        have run out: the mean gradient is over the sites that have a batch. Every site must enter
+        it and run nothing but the steps of this model inside. At the end all replicas are equal,
         with the states of their optimizers.
 
-        A loop that steps several models, each distributed over a process group of its own, stands
-        in the joins of all: `with s1.join(), s2.join():`.
+        A loop that steps several models, each distributed over a process group of its own, goes
+        inside the joins of all: `with s1.join(), s2.join():`.
 
         Args:
-            step: what the loop does after each backward, called after each step of the others:
+            step: what the loop does after each backward; called after each step of the others:
                 `optimizer.step`, or more, for a scaler or a schedule. By default the optimizers
                 that the loop was seen to step.
             divide_by_initial_world_size: whether sums are divided by the number of all sites, also
@@ -122,18 +122,18 @@ class Joining(GoingOn):
             watch.end()
 
     def _make_replicas_equal(self, replica: ReplicaState) -> None:
-        """All take those of a site that was active last."""
+        """Makes all replicas equal to that of a site that was active last."""
         replica.make_equal(self._comm, self._last_active)
 
     # -- shadow steps ---------------------------------------------------------------------------
 
     def follow(self, turn: Lock) -> None:
-        """Takes part in the steps of the others until all are out.
+        """Takes part in the steps of the others until all sites have run out.
 
         Args:
-            turn: held while it does anything but wait for the others to begin a step. That one of
-                several sessions holds it is no cause to wait for ever: the others go through their
-                steps in one order, and a step that all have begun ends without any other.
+            turn: lock between the threads of several sessions, held but while one waits for the
+                others to begin a step. This cannot deadlock: the others go through their steps in
+                one order, and a step that all have begun ends without any other.
         """
         assert self._watch is not None
         self._watch.learn()
@@ -155,7 +155,7 @@ class Joining(GoingOn):
                 after()
 
     def _shadow(self, join: Join) -> SharedStep:
-        """Begins a step without a backward."""
+        """Begins a shadow step, which has no backward."""
         self._require_group()
         self._forget_gradients()
         weight = self._weight_out if join == Join.OUT else 0
@@ -165,11 +165,10 @@ class Joining(GoingOn):
         return step
 
     def _next_share(self) -> Share:
-        """What the next step of the others is about."""
         return Share(self._model, self._planner, self._header_builder)
 
     def _forget_gradients(self) -> None:
-        """As the loops of the others do before each backward; what was not shared is lost."""
+        """Drops all gradients, as the others' loops do before a backward, also unshared ones."""
         self._accumulator.clear()
         self._unshared.clear()
         param_grad.drop((*self._model.params.values(), *self._local.values()))
@@ -178,7 +177,7 @@ class Joining(GoingOn):
                 optimizer.zero_grad()
 
     def _drop(self, step: SharedStep) -> None:
-        """Of a step only the headers were needed."""
+        """Drops a step of which only the headers were needed."""
         self._step = None
         self._group.running.remove(self)
         self._planner.commit(applied=False)
@@ -199,21 +198,21 @@ class Joining(GoingOn):
             headers: Sequence[Header] = step.context.headers
             self._last_active = min(h.rank for h in headers if h.join == Join.INSIDE)
 
-    # -- when a loop raised ---------------------------------------------------------------------
+    # -- loops that raised ----------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Tells the others that this site takes part in no more, unless they know or are lost."""
+        """Tells the others, unless they know or are lost, that this site takes no more part."""
         if self._join == Join.NONE or self._has_left or self._group.lost:
             return
         self._has_left = True
-        with suppress(RuntimeError):  # what the loop raised says more
+        with suppress(RuntimeError):  # the loop's own error says more
             step = self._shadow(Join.GONE)
             try:
                 step.abandon()
             finally:
                 self._close(step)
 
-    # -- what is checked ------------------------------------------------------------------------
+    # -- checks ---------------------------------------------------------------------------------
 
     def _refuse_join(self, *, divides_by_all: bool) -> None:
         counts_twice = divides_by_all and not self._weighting.is_even, _COUNTS_TWICE
@@ -270,12 +269,12 @@ class Joining(GoingOn):
 
 
 def _follow_all(sessions: Sequence[Joining]) -> None:
-    """Takes part in the steps of the others of all sessions until all sites are out of all.
+    """Takes part in the others' steps of all sessions, until all sites have run out in all.
 
-    Of outer ones the loop may go on then: it is as if it had just begun.
+    The loops of the outer sessions may go on afterwards, as if they had just begun.
 
     Raises:
-        RuntimeError: as the first of them did; its site takes part in none of them any more.
+        RuntimeError: the first error of a session; this site takes part in none of them any more.
     """
     turn, errors = Lock(), list[BaseException]()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -290,7 +289,7 @@ def _follow_all(sessions: Sequence[Joining]) -> None:
 
     def follow_there(session: Joining) -> None:
         if device is not None:
-            torch.cuda.set_device(device)  # a thread begins with the first one
+            torch.cuda.set_device(device)  # the current device of a new thread is the first one
         follow(session)
 
     *outer, own = sessions

@@ -1,4 +1,4 @@
-"""What recorders are told of the layers in a step."""
+"""Layer events for recorders: bytes, times and measures of each layer in a step."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from outergrad.record.gauge import Reading
 from outergrad.record.stats import LayerStats, Stats
 
 _LINEAR = ("gradient_norm", "mean_norm", "residual_norm", "delta_norm", "sample_norm")
-"""What is so many times as large of so many times the gradient."""
+"""Measures that scale in proportion to the gradient."""
 _LINEAR_EACH = ("singular_values", "outlier_norms")
-"""The same, several numbers each."""
+"""Measures of several numbers each that scale in proportion to the gradient."""
 
 
 class LayerEvents:
-    """Puts together what is known of the layers of a step.
+    """Builder of the layer events of a step.
 
     Args:
         rank: this site.
         model: what is shared.
-        compressors: of its units.
-        every: of each parameter, over how many passes its gradient is a mean.
+        compressors: of the model's units.
+        every: per parameter, the number of passes over which its gradient is a mean.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class LayerEvents:
         self._rank, self._model, self._compressors, self._every = rank, model, compressors, every
 
     def alone(self, step: int, reading: Reading) -> Iterator[Layer]:
-        """Of a single site's step: nothing travels, its gradients are all there are."""
+        """Yields the events of a single site's step, in which nothing travels."""
         grads = {name: p.grad for name, p in self._model.params.items()}
         for name, grad in grads.items():
             if grad is not None:
@@ -46,7 +46,10 @@ class LayerEvents:
                 yield self._event(step, name, LayerStats("dense"), measured)
 
     def shared(self, context: StepContext, stats: Stats) -> Iterator[Layer]:
-        """Of all that travelled, and of the weights of blocks: their bytes are the block's."""
+        """Yields an event for all that travelled, and for measured weights of replayed blocks.
+
+        The bytes of such weights are in the event of their block.
+        """
         reading, residuals, waited_s = context.reading, self._residuals(), context.waited_s()
         blocks = {block.block.name: block.block.params for block in context.blocks}
         for name, layer in stats.layers.items():
@@ -94,7 +97,7 @@ class LayerEvents:
         return Layer(**about, wait_s=0.0, **vars(layer), **measured)
 
     def _residuals(self) -> dict[str, float]:
-        """By weight, what error feedback keeps."""
+        """Returns the norm of the residual (error feedback) of each weight."""
         squares: defaultdict[str, float] = defaultdict(float)
         for unit in self._model.units:
             for matrix in unit.matrices:
@@ -105,14 +108,14 @@ class LayerEvents:
 
 
 def without_samples(event: Layer) -> Layer:
-    """What a recorder hears that did not ask for single samples."""
+    """Returns the event for a recorder that did not ask for single samples."""
     why = {name: why for name, why in (event.unmeasured or {}).items() if name != "sample_norm"}
     nothing = {"samples": 0, "sample_norm": None, "outliers": (), "outlier_norms": None}
     return replace(event, unmeasured=why or None, **nothing)
 
 
 def _mean_over(passes: int, sums: dict[str, Any]) -> dict[str, Any]:
-    """What is measured is the sum over the passes of `every=k`; `param.grad` becomes their mean."""
+    """Divides measures by the passes of `every=k`: what is measured is their sum, not the mean."""
     if passes == 1:
         return sums
     scaled = {name: sums[name] / passes for name in _LINEAR if name in sums}

@@ -1,4 +1,4 @@
-"""A session of `og.LocalSteps`: sites step by themselves and share how their weights changed."""
+"""Session of `og.LocalSteps`: sites step by themselves and share how their weights changed."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from outergrad.session.settings import Settings
 
 
 class LocalStepsSession(Exchanging):
-    """A session that exchanges behind some steps of the optimizers of a model.
+    """Session that exchanges weight changes after some steps of a model's optimizers.
 
-    What the user's backward passes do, nobody is told.
+    The other sites hear nothing of the user's backward passes.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class LocalStepsSession(Exchanging):
         self._uncounted = UncountedUpdates(self._trained, method.k, *told_of)
         listen(self)
 
-    # -- what users call ------------------------------------------------------------------------
+    # -- public ---------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Shares what has changed since the last exchange, if anything has: at the end of training.
+        """Shares the changes since the last exchange, if there are any: at the end of training.
 
         Call it on every site, after the same number of steps. Then all have the same weights.
 
@@ -71,17 +71,16 @@ class LocalStepsSession(Exchanging):
         super().flush()
 
     def stepped(self) -> bool:
-        """Says that this site has made a step that no `torch.optim` optimizer of the model made.
+        """Counts a step of this site that no `torch.optim` optimizer of the model made.
 
         For updates written by hand, optimizers that are no `torch.optim.Optimizer`, and weights
         that are copied from others: float32 masters, one flat tensor. Call it on every site after
-        each such update, or in place of a step that this site skips; not beside a step of a
-        `torch.optim` optimizer, which is counted.
+        each such update, or in place of a step that this site skips. Do not call it beside a step
+        of a `torch.optim` optimizer, which is counted by itself.
 
         Returns:
-            Whether an exchange has just changed the weights. Where they are copies, copy them back
-            to what they are copied from then, and after `flush()`; else the next update undoes
-            the exchange.
+            True if an exchange has just changed the weights. Where they are copies, copy them back
+            to their masters then, and after `flush()`; else the next update undoes the exchange.
         """
         if not self._attached:
             return False
@@ -97,7 +96,7 @@ class LocalStepsSession(Exchanging):
         step: Callable[[], Any] | None = None,
         divide_by_initial_world_size: bool = False,
     ) -> Iterator[None]:
-        """Refused: sites meet after k steps of their optimizers, which one that is out lacks.
+        """Raises: an exchange follows k steps of each site, and one that has run out makes none.
 
         Raises:
             RuntimeError: always.
@@ -110,7 +109,7 @@ class LocalStepsSession(Exchanging):
         yield
 
     def coverage(self) -> Coverage:
-        """How the change of each parameter travels and why."""
+        """Returns how the change of each parameter travels and why."""
         return Coverage(tuple(map(self._explained, super().coverage())))
 
     def _explained(self, line: Travel) -> Travel:
@@ -123,10 +122,11 @@ class LocalStepsSession(Exchanging):
         return replace(line, why=f"change of the weights, {often}; {why}", reveals=reveals)
 
     def state_dict(self) -> StateDict:
-        """As `Session.state_dict`, with the weights of the last exchange and the outer optimizer.
+        """Returns the session's state, with the weights of the last exchange and outer optimizer.
 
-        It may be saved between two exchanges, too, beside each site's own model and optimizer.
-        What is under way is waited for, and applied when it would have been.
+        Otherwise as `Session.state_dict`. It may be saved between two exchanges, too, beside each
+        site's own model and optimizer. An exchange under way is waited for, and applied when it
+        would have been.
         """
         state = super().state_dict()
         if self._failed is not None:
@@ -140,10 +140,11 @@ class LocalStepsSession(Exchanging):
         return {**state, "local_steps": local_steps}
 
     def load_state_dict(self, state: StateDict | Sequence[StateDict]) -> None:
-        """As `Session.load_state_dict`; the weights of now come with the model.
+        """Goes on from saved states, as `Session.load_state_dict`.
 
-        What has changed since the last exchange on a site that there is no more is lost: for
-        another number of sites save after `flush()`.
+        Each site's current weights are not in them: load these with the model. With fewer sites
+        than before, what the missing ones have changed since the last exchange is lost: for another
+        number of sites save after `flush()`.
         """
         super().load_state_dict(state)
         rank = self._comm.rank
@@ -158,9 +159,10 @@ class LocalStepsSession(Exchanging):
         self._load_turns(found.get("turns"))
 
     def detach(self) -> None:
-        """Ends the session: each site keeps the weights that it has; `flush()` makes them equal.
+        """Ends the session: each site keeps the weights that it has.
 
-        What is under way is waited for, and not applied.
+        Call `flush()` before to make them equal. An exchange under way is waited for, and not
+        applied.
         """
         ignore(self)
         self._uncounted.remove()
@@ -171,10 +173,10 @@ class LocalStepsSession(Exchanging):
         if isinstance(failed, DriftError):
             raise failed
 
-    # -- what optimizers call -------------------------------------------------------------------
+    # -- hooks of optimizers --------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """The first step begins: the weights may have been loaded since `distribute`."""
+        """Takes the weights of now as shared before the first step: they may have been loaded."""
         if self._begun or self._counter.holder(optimizer) is None:
             return
         self._begun = True
@@ -182,18 +184,18 @@ class LocalStepsSession(Exchanging):
         self._start_here()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """A local step is made; behind some an exchange begins, or is applied."""
+        """Counts a local step, after which an exchange may begin or be applied."""
         holder = self._counter.holder(optimizer)
         if holder is not None:
             self._count(holder)
 
     def skipped_step(self, optimizer: Optimizer) -> None:
-        """Counted: an overflow is one site's, and the others' exchanges must not wait for it."""
+        """Counts a step that a `GradScaler` skipped here: the others' exchanges must not wait."""
         self.before_step(optimizer)
         self.after_step(optimizer)
 
     def _count(self, holder: str) -> bool:
-        """Whether an exchange was applied behind this step."""
+        """Counts a step; True if an exchange was applied after it."""
         self._counter.count(holder)
         self._uncounted.restart()
         self._fragments.stepped()
@@ -209,10 +211,10 @@ class LocalStepsSession(Exchanging):
             self._uncounted.exchanged(self._counter.unheld)
         return applied
 
-    # -- steps that nobody counted --------------------------------------------------------------
+    # -- uncounted steps ------------------------------------------------------------------------
 
     def _first_pass(self) -> None:
-        """A step that is said to be made behind it begins at these weights."""
+        """Takes the weights of now as shared: a `stepped()` after this backward begins at them."""
         if not self._begun:
             self._start_here()
 
@@ -225,11 +227,10 @@ class LocalStepsSession(Exchanging):
         raise RuntimeError(f"LocalSteps: site {self._comm.rank} {why.format(name=repr(name))}")
 
     def _follow_nodes(self, watch: ModelWatch) -> None:
-        """Backward passes are the user's own; what is of another dtype is refused when shared."""
+        """Does nothing: no backward is shared, and conversions are refused at the exchange."""
 
     @property
     def _remedy(self) -> str:
-        """`make_equal()` is refused here."""
         mends = self._on_drift == "mend"
         return super()._remedy if mends else "pass on_drift='mend' to og.distribute"
 

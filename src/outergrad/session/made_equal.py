@@ -1,4 +1,4 @@
-"""Replicas that may differ are made equal: parameters, buffers, states of optimizers."""
+"""Making replicas equal that may differ: parameters, buffers, states of optimizers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ _MOST_TEXT = 1 << 24
 
 @dataclass(frozen=True)
 class ReplicaState:
-    """What must be the same on all sites.
+    """State that must be equal on all sites.
 
     Attributes:
-        parameters: those that are shared, in an order that all sites know.
-        buffers: the same; compared only if all sites have the same ones: some may be replaced.
-        optimizers: those that are known here, by the first parameter that they hold.
-        names: of the parameters that are shared, by identity; the state of others is left alone.
+        parameters: shared parameters, in an order that all sites know.
+        buffers: shared buffers, in an order that all sites know; made equal only if all sites have
+            the same dtypes and shapes, as some may have been replaced.
+        optimizers: optimizers known here, by the first parameter that they hold.
+        names: names of the shared parameters, by identity; the state of others is left alone.
         remedy: what to do about an optimizer that this site has not seen step.
     """
 
@@ -43,10 +44,13 @@ class ReplicaState:
 
     @torch.no_grad()
     def make_equal(self, comm: Comm, source: int) -> bool:
-        """Takes what one site has, if two sites differ; whether they did.
+        """Overwrites the state by that of the site `source`, if two sites differ.
+
+        Returns:
+            True if two sites differed.
 
         Raises:
-            ExchangeError: what came is not what that site has.
+            ExchangeError: what was received is not what that site has.
         """
         structure, parts = flattened(self.optimizer_states)
         told = json.dumps({"states": structure, "tensors": [_described(t) for t in parts]})
@@ -88,15 +92,15 @@ class ReplicaState:
 
     @property
     def optimizer_states(self) -> dict[str, Any]:
-        """Of each optimizer that is known here, by the first parameter that it holds."""
+        """State of each optimizer known here, by the first parameter that it holds."""
         return {name: self._state(one) for name, one in self.optimizers.items()}
 
     def take_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Gives an optimizer the state that one had which holds the same parameters."""
+        """Loads into an optimizer the state of one that held the same parameters."""
         self._load_into(optimizer, state)
 
     def _state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Settings of its groups, and what it remembers of shared parameters."""
+        """Returns the settings of an optimizer's groups, and its state of shared parameters."""
         groups = [
             {key: _plain(value) for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
@@ -129,11 +133,7 @@ class ReplicaState:
 
 
 def _read(text: bytes, source: int) -> tuple[Any, list[Tensor]]:
-    """Optimizer states, and tensors of the shapes of theirs, without memory.
-
-    Raises:
-        ExchangeError: it is nothing of the kind.
-    """
+    """Decodes optimizer states and meta tensors of their shapes; else raises ExchangeError."""
     try:
         said = json.loads(text)
         shapes = [told_shape(code, sizes) for code, sizes in said["tensors"]]
@@ -148,7 +148,7 @@ def _held(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _plain(value: Any) -> Any:
-    """What can be told to another site; of anything else, that it is there."""
+    """Returns the value if it can be encoded for other sites, else None."""
     try:
         flattened(value)
     except TypeError:
@@ -161,7 +161,7 @@ def _described(t: Tensor) -> tuple[int, list[int]]:
 
 
 def _sent(comm: Comm, source: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors that a site has, of the same shapes as these; many in one message."""
+    """Returns the tensors of the site `source`, of these shapes; many in one message."""
     return [new for chunk in in_chunks(tensors) for new in _sent_chunk(comm, source, chunk)]
 
 
@@ -178,7 +178,7 @@ def _sent_chunk(comm: Comm, source: int, tensors: Sequence[Tensor]) -> list[Tens
 
 
 def _from_source(comm: Comm, source: int, ours: Tensor, nbytes: int) -> Tensor:
-    """Bytes of one site; the others send one byte, which nobody reads."""
+    """All-gathers the bytes of one site; the others send one byte, which nobody reads."""
     sizes = [nbytes if rank == source else 1 for rank in range(comm.world_size)]
     own = ours if comm.rank == source else ours.new_zeros(1)
     return comm.all_gather(own.to(comm.device), sizes).wait()[source]

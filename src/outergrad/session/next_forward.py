@@ -1,4 +1,4 @@
-"""What layers do in the next forward: go through taps, count rows, or nothing at all."""
+"""Mode of each layer in the next forward: through taps, counting rows, or neither."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from outergrad.core.types import Source, Unit
 
 
 class NextForward:
-    """Follows what steps have chosen.
+    """State of the layers for the next forward, which follows what steps have chosen.
 
     Args:
-        units: of the model.
-        tap_next: of each, whether it is tapped in the first forward.
+        units: units of the model.
+        tap_next: per unit, whether it is tapped in the first forward.
 
     Attributes:
-        tap_next: of each unit, whether it is tapped in the next one.
-        layers: whose classes were swapped.
-        rests: whether no layer looks at what goes through it.
+        tap_next: per unit, whether it is tapped in the next forward.
+        layers: the layers whose classes were swapped.
+        rests: whether no layer taps or counts what goes through it.
     """
 
     def __init__(self, units: Sequence[Unit], tap_next: Sequence[bool]) -> None:
@@ -34,17 +34,17 @@ class NextForward:
         self._counting: AbstractSet[Unit] | None = None
 
     def add(self, layer: TappedLayer) -> None:
-        """One more, which looks."""
+        """Adds a layer, which counts rows at first."""
         self.layers.append(layer)
         self.rests = False
 
     def taps(self, sources: Sequence[Source]) -> bool:
-        """Whether the unit of some of these is tapped."""
+        """True if the unit of some of these is tapped in the next forward."""
         units = map(self._unit_of.__getitem__, sources)
         return any(map(self.tap_next.__getitem__, units))
 
     def follow(self, units: Sequence[Unit], choice: Choice) -> bool:
-        """Goes by what a step of these units has chosen; False if that is nothing new."""
+        """Follows the choice of a step of these units; False if it was followed already."""
         if choice is self._followed:
             return False
         self._followed = choice
@@ -53,12 +53,12 @@ class NextForward:
         return True
 
     def resume(self, tap_next: Mapping[Unit, bool]) -> None:
-        """Goes on from a saved step; all layers count."""
+        """Goes on from a saved step; all layers count rows."""
         self.tap_next, self._followed = dict(tap_next), None
         self.let_rest(None)
 
     def let_rest(self, counting: AbstractSet[Unit] | None) -> None:
-        """Spares layers what nothing follows from.
+        """Spares layers the counting of rows from which nothing follows.
 
         Args:
             counting: units whose layers count rows; None for all.

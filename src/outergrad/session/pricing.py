@@ -1,4 +1,4 @@
-"""What the methods of a session are told of the transport: what it costs, how fast it is."""
+"""Passing the cost and the speed of a transport to the methods of a session."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from outergrad.messages.vote import WORDS
 
 
 def _whole(model: Model) -> Whole:
-    """What there is to send of a model."""
     params, used = model.params, (False,) * len(model.params)
     header = Header(0, 0, 0, used, (SlotUse(0, False, torch.float32),) * len(model.index))
     sizes = {name: p.nbytes for name, p in params.items()}
@@ -30,7 +29,7 @@ def settle(
     measured: Callable[[], Link],
     flops_per_s: Callable[[], float],
 ) -> None:
-    """Tells the methods of the transport; measures link and machine where one goes by them."""
+    """Passes the transport to the methods; measures link and machine where one goes by them."""
     settle_again(compressors, model, comm)
     sites = comm.world_size
     asking = [(e, units) for e, units in compressors.items() if e.wants_link(sites)]
@@ -44,7 +43,7 @@ def settle(
 
 
 def settle_again(compressors: Compressors, model: Model, comm: Comm) -> None:
-    """Tells them what it costs now; which way low rank travels stays as it was measured."""
+    """Passes a new transport to the methods; how low rank travels stays as it was measured."""
     for compressor, _ in compressors.items():
         compressor.settle(comm.cost, comm.capabilities)
     for compressor, units in compressors.items():

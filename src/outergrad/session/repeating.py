@@ -1,4 +1,4 @@
-"""Steps of a session that are like the last one: when they are made, and what comes of them."""
+"""Repeated steps: steps of a session that reuse the plan and the buckets of the last one."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from outergrad.step.step import SharedStep
 
 
 def _nothing(name: str) -> None:
-    """No step counts what is ready."""
+    """Default of `Repeating.on_counted`, for when no repeated step runs."""
 
 
 class Repeating(FollowingUp):
-    """The part of a session that makes steps without planning them anew.
+    """Base of a session that repeats a step without planning it anew.
 
     Attributes:
-        on_counted: tells the step that runs what is ready, where it is like the last one.
+        on_counted: tells the repeated step that runs which parameter is ready.
     """
 
     _joint: JointParts | None
-    """The parts of the model whose outputs' deltas are averaged."""
+    """Modules whose outputs' deltas are averaged over the sites; None if there are none."""
     _planner: Planner
     _cadence: Cadence
     _buffers: SharedBuffers
@@ -40,16 +40,16 @@ class Repeating(FollowingUp):
     _header_builder: HeaderBuilder
     _synchronise: bool
     counted_task = NO_TASK
-    """The backward of the step that runs, where that is like the last one."""
+    """Autograd's task id of the backward of the repeated step that runs; else NO_TASK."""
     meets_hooks = False
-    """Whether a backward has met hooks of others, which are still to be called."""
+    """True if a backward has met hooks of others, which are still to be called."""
     _unshared: set[str]
 
     def __init__(self) -> None:
         self.on_counted: Callable[[str], None] = _nothing
 
     def _repeated(self, task: int, used: set[str]) -> RepeatedStep | None:
-        """Begins a step like the last one; None where something may be another than then."""
+        """Begins a repeated step; None if anything may differ from the last step."""
         pattern, pact, number = self._pattern, self._pact(), self._stats.step
         if pattern is None or pact is None or not self._synchronise or used != pattern.used:
             return None
@@ -69,7 +69,7 @@ class Repeating(FollowingUp):
         return step
 
     def _in_full(self) -> Any:
-        """The step that runs, as one that may go every way, with what was sent of it."""
+        """Returns the running step; a repeated one goes on, messages and all, as a `SharedStep`."""
         step = self._step
         if isinstance(step, RepeatedStep):
             self._group.running.remove(self)
@@ -80,7 +80,7 @@ class Repeating(FollowingUp):
     def _succeeds(self, step: RepeatedStep) -> bool:
         try:
             return step.succeeds()
-        except BaseException:  # an interrupt
+        except BaseException:  # such as KeyboardInterrupt
             self._comm.take_turn(0)
             full = self._in_full()
             self._close(full)
@@ -88,15 +88,12 @@ class Repeating(FollowingUp):
             raise
 
     def _synchronised(self, task: int, used: set[str], **more: Any) -> Any:
-        """Begins a step that may go every way; what was begun of one like the last goes on."""
         raise NotImplementedError
 
     def _require_step(self) -> None:
-        """Ends what was begun, and tells the loop that the sites have changed."""
         raise NotImplementedError
 
     def _close(self, step: Any) -> None:
-        """What follows from the end of a step."""
         raise NotImplementedError
 
     def end_unfinished(self, *, unless: int) -> None:
@@ -104,13 +101,13 @@ class Repeating(FollowingUp):
         raise NotImplementedError
 
     def _pact(self) -> Pact | None:
-        """What this site promises the others, if they have a board to agree on."""
+        """Returns the commit participant of this site; None if the transport has no board."""
         if self._comm.board is None:
             return None
         return self._group.pact
 
     def _pattern_of(self, step: SharedStep) -> Pattern | None:
-        """What the steps behind one may have in common with it."""
+        """Returns what the next steps can reuse of this one; None if they cannot repeat it."""
         changes = self._transform is not None or self._joint is not None or self._model.blocks
         if changes or not (step.applied and self._cadence.always and self._weighting.is_even):
             return None
@@ -119,7 +116,6 @@ class Repeating(FollowingUp):
         return Pattern.of(step, self._planner.header_cache.known, rests=rests)
 
     def _finish_repeated(self, step: RepeatedStep) -> None:
-        """What follows from a step like the last one, which counts."""
         self._group.running.remove(self)
         self._step, self.counted_task, self.on_counted = None, NO_TASK, _nothing
         for layer in () if self._next_forward.rests else self._next_forward.layers:

@@ -1,4 +1,4 @@
-"""What a session tells recorders."""
+"""Reporting of a session's events to its recorders."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from outergrad.session.layer_events import LayerEvents, without_samples
 
 
 class Reporter:
-    """Hands events to the recorders of a session, to each at its own pace.
+    """Reporter of events to the recorders of a session, to each at its own pace.
 
     Args:
-        recorders: these; one that fails is dropped, with a warning.
+        recorders: the recorders; one that fails is dropped, with a warning.
         rank: this site.
-        sites: their number.
-        method: how gradients travel, as text.
+        sites: number of sites.
+        method: the method, as text.
         model: what is shared.
-        compressors: of its units.
-        every: of each parameter, over how many passes its gradient is a mean.
+        compressors: of the model's units.
+        every: per parameter, the number of passes over which its gradient is a mean.
     """
 
     def __init__(
@@ -67,27 +67,27 @@ class Reporter:
 
     @property
     def is_silent(self) -> bool:
-        """Whether there is nobody to tell of steps."""
+        """True if there are no recorders (any more)."""
         return not self._clients
 
     @property
     def by_sample(self) -> bool:
-        """Whether a recorder wants to hear of single samples."""
+        """True if a recorder asks for single samples."""
         return any(client.samples for client in self._clients)
 
     def is_due(self, step: int) -> bool:
-        """Whether a recorder wants to know of a step."""
+        """True if a recorder records this step."""
         return bool(self._due(step))
 
     def reading(self, step: int) -> Reading | None:
-        """Measures a step, if a recorder wants to know of it."""
+        """Begins the measurement of a step; None if no recorder records it."""
         due = self._due(step)
         allowed_s = max((client.allowed_s for client in due), default=0.0) - self._told_s
         by_sample = any(client.samples for client in due)
         return self._gauge.reading(allowed_s, by_sample=by_sample) if due else None
 
     def report(self, context: StepContext, stats: Stats) -> None:
-        """Tells of a step, which has been applied: so a failure must not undo it here."""
+        """Reports a step that has been applied; never raises, so that the step stays applied."""
         with self._careful():
             step = context.header.step
             self._take_time(stats)
@@ -100,7 +100,7 @@ class Reporter:
                 self._told_s = time.perf_counter() - began
 
     def report_alone(self, stats: Stats) -> None:
-        """Tells of a step of a single site."""
+        """Reports a step of a single site."""
         with self._careful():
             step = stats.step - 1
             self._take_time(stats)
@@ -113,7 +113,7 @@ class Reporter:
 
     @contextmanager
     def _careful(self) -> Iterator[None]:
-        """Around what must not fail."""
+        """Drops all recorders, with a warning, if the block raises."""
         try:
             yield
         except Exception as error:
@@ -126,29 +126,25 @@ class Reporter:
             client.spend(stats)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Tells of what the training loop says.
-
-        Raises:
-            TypeError: a value is no number; it is named.
-        """
+        """Reports values of the training loop; raises TypeError for one that is no number."""
         numbers = {name: _number(name, value) for name, value in values.items()}
         self._tell_everybody(Scalars(rank=self._rank, step=step, time=time.time(), values=numbers))
 
     def mishap(self, event: Mishap) -> None:
-        """Tells of a step that came to nothing, at once and whatever `every` is."""
+        """Reports a step that was not applied, or a drift; at once and whatever `every` is."""
         self._tell_everybody(event)
 
     def trial(self, trial: choosing.Trial) -> None:
-        """Tells of a way to share the gradients that was tried, at once and whatever `every` is."""
+        """Reports a trial of other methods, at once and whatever `every` is."""
         told = {**vars(trial), "outcome": trial.outcome.value}
         self._tell_everybody(Trial(rank=self._rank, time=time.time(), **told))
 
     def take_part(self, comm: Comm) -> None:
-        """These sites do."""
+        """Notes the names of the sites that take part from now on."""
         self._took_part = tuple(comm.names)
 
     def sites_changed(self, step: int, comm: Comm) -> None:
-        """Tells that other sites take part from a step on."""
+        """Reports that other sites take part from a step on."""
         before = self._took_part
         self.take_part(comm)
         lost = tuple(name for name in before if name not in comm.names)
@@ -157,16 +153,16 @@ class Reporter:
         self._tell_everybody(Change(rank=self._rank, step=step, time=time.time(), **about))
 
     def resumed(self) -> None:
-        """Other steps follow than those that were told of."""
+        """Forgets the steps reported so far: a saved state was loaded, and others follow."""
         self._noise = RecentNoise()
         for client in self._clients:
             client.forget()
 
     def close(self, error: str = "") -> None:
-        """The session ends.
+        """Reports the end of the session, and closes the recorders.
 
         Args:
-            error: the type of the exception that ends the program, if one does.
+            error: type of the exception that ends the program, if one does.
         """
         self._ending.cancel()
         end = End(rank=self._rank, step=self._steps, time=time.time(), error=error)
@@ -182,7 +178,7 @@ class Reporter:
         return [client for client in self._clients if step % client.every == 0]
 
     def _begin(self, step: int) -> None:
-        """Every recorder first hears of the run."""
+        """Reports the run to each recorder that has not heard of it."""
         for client in [client for client in self._clients if not client.begun]:
             self._ending.expect()
             client.begun = True
@@ -209,7 +205,6 @@ class Reporter:
             self._tell(client, event)
 
     def _tell_all(self, layers: Sequence[Layer], step: int, stats: Stats) -> None:
-        """Whom it concerns, of a step."""
         self._noise.take(layers)
         for client in self._due(step):
             told = layers if client.samples else list(map(without_samples, layers))

@@ -1,4 +1,4 @@
-"""A session: the life of one distributed model, from `distribute` to `detach`."""
+"""Session: the public methods of a distributed model, from `distribute` to `detach`."""
 
 from __future__ import annotations
 
@@ -34,17 +34,21 @@ _LOG = logging.getLogger("outergrad")
 
 
 class Session(TakingIn):
-    """What `distribute` returns: the model's gradients are shared as long as it is attached."""
+    """Session of a distributed model, whose gradients are shared as long as it is attached.
+
+    `distribute` returns it.
+    """
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside leave this site's gradients in `param.grad`, unshared.
+        """Leaves gradients of backward passes inside it in `param.grad`, unshared.
 
-        The first backward outside shares all that has been accumulated, as with DDP: as factors
-        while all their rows pay and nobody else wrote to `param.grad` since it was None.
+        The first backward outside shares all that has been accumulated, as with DDP. It travels as
+        factors if the method would still send all their rows as factors, and if nothing else wrote
+        to `param.grad` since it was None.
 
         Raises:
-            RuntimeError: a transform has to tell samples apart, which a sum does not.
+            RuntimeError: a transform needs the gradient of each sample, which a sum does not have.
         """
         if self._batch is not None:
             raise RuntimeError(
@@ -58,10 +62,10 @@ class Session(TakingIn):
             self._synchronise = before
 
     def flush(self) -> None:
-        """Shares what the last steps of `og.LocalSteps` changed.
+        """Shares what the last steps of `og.LocalSteps` have changed.
 
-        Of gradients all is shared; that all sites have applied the same in the last step is made
-        sure of.
+        With methods that share gradients nothing is left to share: it makes sure that all sites
+        have applied the same in the last step.
 
         Raises:
             SiteLostError: another site is lost.
@@ -72,27 +76,30 @@ class Session(TakingIn):
             self._settle()
 
     def stepped(self) -> bool:
-        """Says to `og.LocalSteps` that this site has made a step that it could not see.
+        """Counts, with `og.LocalSteps`, a step of this site that it could not see.
 
-        Nothing to do for methods that share gradients: False.
+        With methods that share gradients it does nothing, and returns False.
         """
         return False
 
     def samples(self, n: int) -> None:
-        """Says how many samples the next backward is about, with `weighting="samples"`.
+        """Sets the number of samples of the next backward, with `weighting="samples"`.
 
-        For a loss that is a mean over something else than the first dimension of what the model
-        is called with: tokens, positions that are not masked. Call it on every site before each
-        backward; what is said for several backward passes in `no_sync` adds up.
+        For a loss that is a mean over something else than the first dimension of the model's
+        input: tokens, positions that are not masked. Call it on every site before each backward;
+        numbers for several backward passes in `no_sync` add up.
+
+        Args:
+            n: number of samples on this site.
 
         Raises:
             RuntimeError: the model was distributed with another weighting.
-            ValueError: it is no whole number, 0 or more.
+            ValueError: `n` is no whole number, 0 or more.
         """
         self._weighting.say(n)
 
     def coverage(self) -> Coverage:
-        """How each parameter travels and why; `print(session.coverage())` shows a table."""
+        """Returns how each parameter travels and why; `print(session.coverage())` shows a table."""
         model = self._model
         params = {**model.params, **self._frozen, **self._local}
         units, reasons = units_shown(model, self._compressors)
@@ -106,12 +113,12 @@ class Session(TakingIn):
         return usual_noted(noted(lines, self._transform), self._not_auto)
 
     def choice(self) -> dict[str, Method]:
-        """The method that `og.Auto()` has chosen so far for each parameter, by its full name.
+        """Returns the method that `og.Auto()` has chosen so far per parameter, by its full name.
 
-        `og.Auto(frozen=session.choice())` goes by it from the first step on, and tries nothing.
+        `og.Auto(frozen=session.choice())` uses it from the first step on, without trials.
 
         Raises:
-            RuntimeError: the methods of this session are not chosen by the time of steps.
+            RuntimeError: the methods of this session are not chosen by `og.Auto()`.
         """
         chooser = self._compressors.chooser
         if chooser is None:
@@ -121,13 +128,14 @@ class Session(TakingIn):
         return {name: of_units.get(name, chooser.method_of(None)) for name in names}
 
     def stats(self) -> Stats:
-        """Bytes and seconds of the last synchronised step, per layer and in total."""
+        """Returns bytes and seconds of the last synchronised step, per layer and in total."""
         return self._stats
 
     def log(self, **values: float) -> None:
-        """Tells the recorders what the training loop knows, as `log(loss=loss.item())`.
+        """Sends values of the training loop to the recorders, as `log(loss=loss.item())`.
 
-        Each site tells its own. Not thinned by `every`; does nothing without a recorder.
+        Each site logs its own values. They are not thinned by a recorder's `every`. Does nothing
+        without a recorder.
 
         Args:
             **values: numbers by name, or tensors of one element.
@@ -138,11 +146,11 @@ class Session(TakingIn):
         self._reporter.log(self._stats.step, values)
 
     def state_dict(self) -> StateDict:
-        """What the session remembers, to be saved beside the model and the optimizer.
+        """Returns the session's state, to be saved beside the model and the optimizer.
 
-        Every site saves its own, after the same step: what it has not sent yet is known to no
-        other. Nor are its `og.Local()` parameters, listed under "local": with these, each site
-        saves its own model, too. Plain tensors, numbers, strings, lists and dicts:
+        Every site saves its own, after the same step: no other site knows what it has not sent
+        yet, nor its `og.Local()` parameters, listed under "local". With such parameters each site
+        saves its own model, too. The state has plain tensors, numbers, strings, lists and dicts:
         `torch.load(weights_only=True)` reads it. A step whose backward raised is first ended with
         the other sites.
 
@@ -161,15 +169,17 @@ class Session(TakingIn):
         return {**state, "cadence": self._cadence.state(), "samples": self._weighting.state()}
 
     def load_state_dict(self, state: StateDict | Sequence[StateDict]) -> None:
-        """Goes on from what the sites saved. Call it on every site: they check it together.
+        """Goes on from saved states. Call it on every site: they check the states together.
 
-        At the same number of sites training goes on to the bit as if it had not been interrupted.
-        At another, what the sites have not sent yet is shared out so that none of it is lost.
-        Load the model after `distribute`, which makes its buffers equal to rank 0's.
+        With the same number of sites training goes on to the bit as if it had not been
+        interrupted. With another number, what the sites have not sent yet is divided among them,
+        so that none of it is lost. Load the model after `distribute`, which makes its buffers
+        equal to rank 0's.
 
         Args:
             state: what this site's `state_dict()` returned, or a list of what it returned on all
-                sites, in the order of their ranks: that is needed if their number has changed.
+                sites, in the order of their ranks. The list is needed if the number of sites has
+                changed.
 
         Raises:
             ValueError: on all sites, and nothing is changed: a state is of another version,
@@ -204,7 +214,7 @@ class Session(TakingIn):
         """Ends the session: the model is plain again and keeps its parameters and gradients.
 
         Call it on every site. A step whose backward raised is first ended with the other sites.
-        Where another site is lost before their last steps were compared, this warns of it.
+        Warns if another site is lost before the sites have compared their last steps.
 
         Raises:
             DriftError: sites have applied different things in the last step.
@@ -234,13 +244,13 @@ class Session(TakingIn):
             warnings.warn(told, stacklevel=2)
 
     def __del__(self) -> None:
-        """Python has found that nobody has the session any more, nor its model.
+        """Ends a session that was collected together with its model, without `detach`.
 
-        No message is sent, as the other sites may do so at another time, or never. They hear by the
-        farewell how many steps this site has made, and of what it received in the last ones, and
-        compare by that.
+        No message is sent, as the other sites may collect theirs at another time, or never. The
+        farewell tells them how many steps this site has made and the digests of the last ones, by
+        which they compare.
         """
-        if not getattr(self, "_attached", False) or sys.is_finalizing():  # it has settled then
+        if not getattr(self, "_attached", False) or sys.is_finalizing():  # it has settled at exit
             return
         self._attached = False
         self._reporter.close()
@@ -253,7 +263,10 @@ class Session(TakingIn):
             )
 
     def _end_watching(self) -> None:
-        """Who gives up after this finds the word of the end; who did before is answered."""
+        """Ends the watcher with the last session, and answers sites that aborted before.
+
+        Those that abort later find this site's farewell.
+        """
         group = self._group
         if not group.attached:
             group.end_watching()

@@ -1,4 +1,4 @@
-"""What a user says of a session, besides the model and who takes part, and what goes with what."""
+"""Settings of a session besides its model, method and sites, and their checks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from outergrad.step.buffers import SharedBuffers
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """As `distribute` was given them.
+    """Settings of a session, as `distribute` was given them.
 
     Attributes:
-        method: how gradients travel, as text.
-        lines: what the sites have compared.
-        not_auto: why it is not `og.Auto()`, where the user named none.
-        recorders: are told of steps.
-        max_bad_steps: how many steps after each other may be skipped because a gradient is not
+        method: the method, as text.
+        lines: description that the sites have compared.
+        not_auto: why the method is not `og.Auto()`, where the user named none.
+        recorders: recorders that are told of steps.
+        max_bad_steps: number of steps in a row that may be skipped because a gradient is not
             finite; None if none is skipped.
         weighting: how much this site's gradient counts.
-        buffers: what becomes of them.
-        verify_every: after how many shared steps the replicas are compared; None for never.
-        on_drift: what to do if they differ.
+        buffers: the buffers that are shared.
+        verify_every: number of shared steps between two comparisons of the replicas; None for
+            never.
+        on_drift: what to do if replicas differ.
         transform: changes this site's gradient before it travels.
     """
 
@@ -51,17 +52,17 @@ def check_settings(
     verify_every: int | None,
     on_drift: OnDrift,
 ) -> None:
-    """Whether settings are such, and go with the model and its methods.
+    """Raises for a setting that is unknown, or does not go with the model and its methods.
 
     Args:
-        every: of each trained parameter, at every how many-th backward it travels.
+        every: k of each trained parameter, which travels at every k-th backward.
         weighting: as for `distribute`.
         buffers: as for `distribute`.
         verify_every: as for `distribute`.
         on_drift: as for `distribute`.
 
     Raises:
-        ValueError: names one that cannot be.
+        ValueError: names the setting.
     """
     _check_one_of("weighting", weighting, _weighting.KINDS)
     if buffers is not None:

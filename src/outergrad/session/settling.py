@@ -1,4 +1,4 @@
-"""How a session settles: all sites have made the last step, and have received the same."""
+"""Final barrier of a session: all sites have made the last step, and have received the same."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from outergrad.step.lost import named
 
 
 class Settling(GivingUp):
-    """The part of a session that comes behind its last step."""
+    """Base of a session that compares, after the last step, what the sites have received."""
 
     @property
     def _place(self) -> str:
-        """What this site waits for, in words."""
         if self._step is None and not self._votes.is_settled:
             return f"the other sites' word on what they received in {self._votes.about}"
         return super()._place
 
     def _settle(self) -> None:
-        """Waits until all sites have made the last step; one site can do so alone.
+        """Waits until all sites have made the last step, and compares what they received.
+
+        Not a collective: one site can do so alone.
 
         Raises:
             SiteLostError: another site is lost, or what it received cannot be known.
@@ -45,12 +46,13 @@ class Settling(GivingUp):
         except ExchangeError as error:
             if error.kind != Failure.CLOSED or not all(map(self._word_of, self._others)):
                 raise
-            return self._compare_at_end(limit_s, stays_s)  # by what they have left
+            return self._compare_at_end(limit_s, stays_s)  # by the farewells that all have left
 
     def _compare_at_end(self, limit_s: float, stays_s: float) -> DriftError | None:
-        """Hears from the others that they have made the last step, on which nobody has voted.
+        """Compares digests of the last step, on which the sites have not voted.
 
-        One that is late may itself wait for a site that is lost, and gives up before this one does.
+        `limit_s` is longer than the patience of a site: one that is behind may itself wait for a
+        lost site, and aborts before this one does.
         """
         pact, limits = self._group.pact, (limit_s, stays_s)
         try:
@@ -67,7 +69,7 @@ class Settling(GivingUp):
         return ExchangeError(told, held, kind=Failure.LOCAL)
 
     def _word_of(self, site: int) -> Standing | None:
-        """What a site has left that has ended in order, after as many steps as this one."""
+        """Returns the farewell of a site that ended in order, after as many steps as this one."""
         board, made = self._comm.board, self._group.pact.made
         try:
             text = None if board is None else board.farewell(site, self._number)
@@ -77,10 +79,10 @@ class Settling(GivingUp):
         in_order = word is not None and word.made == made and word.ended == "session"
         return word if in_order else None
 
-    # -- where nothing can be raised --------------------------------------------------------------
+    # -- without raising --------------------------------------------------------------------------
 
     def settle_at_exit(self) -> None:
-        """The same when Python ends, where others may have gone: it gives nobody up."""
+        """Settles when Python ends: warns instead of raising, and declares no site lost."""
         group = self._group
         if self._votes.is_settled or group.lost is not None or group.pact.frozen:
             return
@@ -94,7 +96,10 @@ class Settling(GivingUp):
             warnings.warn(str(told), RuntimeWarning, stacklevel=2)
 
     def _settle_at_end(self) -> DriftError | RuntimeWarning | None:
-        """The same when the session ends: who is lost then, the others are told."""
+        """Settles when the session is detached; returns what to raise or to warn of, if anything.
+
+        A site that is lost meanwhile is reported to the others.
+        """
         group = self._group
         is_known = group.lost is not None or self._votes.are_compared
         about = "" if is_known else self._votes.about
@@ -114,7 +119,6 @@ class Settling(GivingUp):
     def _unknown(
         self, about: str, lost: Sequence[int], error: BaseException | None
     ) -> RuntimeWarning:
-        """That nobody knows whether the last steps were the same everywhere."""
         why = "" if error is None else f" ({error})"
         return RuntimeWarning(
             f"site {self._comm.rank} lost {named(lost)} before the sites had compared what they "

@@ -1,4 +1,4 @@
-"""What a session saves, and how the sites go on from what they saved."""
+"""Checkpoints of a session: the state that it saves, and how the sites go on from saved states."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from outergrad.core.types import Inheritance, Place, StateDict, Unit, place_name
 
 VERSION = 2
 _COUNTED = ("sparse", "policy", "owing")
-"""What is common to the sites because they have made the same steps."""
+"""Keys of the common state that the sites share because they have made the same steps."""
 _REMEDY = "load on every site what all sites saved after the same step"
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Whose state it is.
+    """Identity of the session that a state belongs to.
 
     Attributes:
         method: the method and its settings, as text.
         model: the trained part of the model.
         rank: this site.
-        sites: how many there are.
+        sites: number of sites.
         local: names of the parameters that each site keeps to itself.
     """
 
@@ -40,23 +40,24 @@ class Owner:
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        """Of the parameters."""
+        """Shapes of the parameters, by name."""
         return {name: list(p.shape) for name, p in self.model.params.items()}
 
     @property
     def places(self) -> dict[str, Place]:
-        """Of every gradient that could be a product, by name."""
+        """Places of all gradients that could be products, by name."""
         return {place_name(place): place for unit in self.model.units for place in _places(unit)}
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a session is.
+    """Progress of a session.
 
     Attributes:
-        step: synchronised steps so far.
+        step: number of synchronised steps so far.
         tap_next: per unit, whether it is tapped in the next forward.
-        has_autograd_grad: parameters that travel dense because they have a dense part, too.
+        has_autograd_grad: parameters that travel dense because autograd has a gradient for them
+            besides their factors.
     """
 
     step: int
@@ -65,7 +66,7 @@ class Progress:
 
 
 def saved(owner: Owner, progress: Progress, remembered: Sequence[StateDict]) -> StateDict:
-    """The state of a session, with what its compressors remember, in tensors of its own."""
+    """Returns the state of a session and its compressors, with copies of all tensors."""
     tap_next = progress.tap_next.items()
     return {
         "version": VERSION,
@@ -84,12 +85,15 @@ def saved(owner: Owner, progress: Progress, remembered: Sequence[StateDict]) -> 
 def resumed(
     given: StateDict | Sequence[StateDict], owner: Owner, comm: Comm
 ) -> tuple[Progress, list[Inheritance]]:
-    """What this site and each of its compressors go on from; nothing has changed yet.
+    """Checks saved states together with the other sites; changes nothing yet.
 
     Args:
         given: this site's saved state, or those of all sites that there were.
-        owner: who goes on.
+        owner: the session that goes on.
         comm: the transport: all sites check together.
+
+    Returns:
+        The progress, and what each compressor of this site goes on from.
 
     Raises:
         ValueError: on all sites, if some site cannot go on from what it was given.
@@ -109,11 +113,11 @@ def resumed(
     return Progress(some["step"], tap_next, some["mixed"]), inheritances
 
 
-# -- whether it can be loaded -----------------------------------------------------------------
+# -- checks -----------------------------------------------------------------------------------
 
 
 def _checked(given: StateDict | Sequence[StateDict], owner: Owner) -> dict[int, StateDict]:
-    """The states by the rank of the site that saved them; in a list, all that there were."""
+    """Returns the states by the rank that saved them; a list has to be of all sites."""
     if not isinstance(given, list | tuple):
         state = _of_owner(given, owner)
         _check_own(state, owner)
@@ -126,7 +130,7 @@ def _checked(given: StateDict | Sequence[StateDict], owner: Owner) -> dict[int, 
 
 
 def _of_owner(state: Any, owner: Owner) -> StateDict:
-    """The state, if it is one of this method and model."""
+    """Returns the state; raises unless it is of this version, method and model."""
     version = state.get("version") if isinstance(state, dict) else None
     if version != VERSION:
         raise ValueError(
@@ -181,7 +185,7 @@ def _check_all(states: Sequence[StateDict]) -> None:
 
 
 def _common_lines(state: StateDict) -> list[str]:
-    """What all sites must have saved alike: the lengths of their messages follow from it."""
+    """Lines that all sites must have saved alike: the lengths of messages follow from them."""
     lines = [f"step: {state['step']}", f"saved by {state['sites']} sites"]
     lines += [f"travels dense: {name}" for name in state["mixed"]]
     for compressor in state["exchanges"]:
@@ -190,13 +194,13 @@ def _common_lines(state: StateDict) -> list[str]:
     return lines
 
 
-# -- who goes on from what --------------------------------------------------------------------
+# -- inheritances -----------------------------------------------------------------------------
 
 
 def _inheritance(
     states: Mapping[int, StateDict], owner: Owner, device: torch.device, index: int
 ) -> Inheritance:
-    """Of one compressor. With as many sites as before each goes on from its own state alone."""
+    """Returns what one compressor goes on from; with as many sites as before its own state."""
     rank, sites = owner.rank, owner.sites
     old = next(iter(states.values()))["sites"]
     like = rank % old
@@ -220,17 +224,17 @@ def survived(
     weight: float,
     device: torch.device,
 ) -> list[Inheritance]:
-    """What the compressors of a site go on from where other sites were lost, or more have come.
+    """Returns what a site's compressors go on from after sites were lost, or have joined.
 
-    Each keeps what it has not sent itself. What sites know of each other is forgotten: one that
-    took the last step from another may not have heard all of it.
+    Each site keeps its own residuals. What sites know of each other is forgotten: one that took the
+    last step's result from another may not have received all of it.
 
     Args:
-        states: what its compressors remember.
-        owner: whose they are.
-        predecessors: of each site, its rank until now.
-        weight: how many sites there are for each one that there was.
-        device: of its tensors.
+        states: states of this site's compressors.
+        owner: the session that they belong to.
+        predecessors: per site, its rank until now.
+        weight: number of sites now, divided by that before.
+        device: of the tensors.
     """
     found: list[Inheritance] = []
     for state in map(_copied, states):
@@ -241,7 +245,7 @@ def survived(
 
 
 def known_to_all(state: StateDict) -> StateDict:
-    """What a site that comes is told of a compressor: all sites know it, and nobody's residual."""
+    """Returns the part of a compressor's state for a joining site: no residual is in it."""
     way = {k: v for k, v in state.get("common", {}).items() if k == "way"}
     return {"common": {**_counted(state), **way}}
 
@@ -249,13 +253,13 @@ def known_to_all(state: StateDict) -> StateDict:
 def arrived(
     own: Sequence[StateDict], found: Sequence[StateDict], owner: Owner, sites: int
 ) -> list[Inheritance]:
-    """What the compressors of a site go on from that has come while others train.
+    """Returns what the compressors of a joining site go on from.
 
     Args:
-        own: what they remember, which is nothing.
-        found: what all others know of each.
-        owner: whose they are.
-        sites: how many there are.
+        own: their states, which are still empty.
+        found: per compressor, what `known_to_all` returned on the others.
+        owner: the session that they belong to.
+        sites: number of sites.
     """
     inheritances: list[Inheritance] = []
     for state, told in zip(own, found, strict=True):
@@ -276,7 +280,6 @@ def _places(unit: Unit) -> list[Place]:
 
 
 def _copied(value: Any, device: torch.device | None = None) -> Any:
-    """Containers and tensors of its own, on a device if one is given."""
     if isinstance(value, Tensor):
         own = torch.empty_like(value, device=device, memory_format=torch.contiguous_format)
         return own.copy_(value.detach())

@@ -1,4 +1,4 @@
-"""How the steps of a session begin, and what comes of them."""
+"""Steps of a session: one begins with each backward, and is finished at its end."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ from outergrad.step.unsynced import UnsyncedStep
 
 Step = UnsyncedStep | SharedStep | RepeatedStep
 LOOKS, LOOKS_EVERY = 3, 16
-"""In so many of the first of so many steps gradients are compared when backward has ended: it
-takes a microsecond per parameter, and who writes to them does so in every step."""
+"""In the first `LOOKS` of every `LOOKS_EVERY` steps gradients are compared once backward has ended:
+that takes a microsecond per parameter, and code that overwrites them does so in every step."""
 
 
 def _batch(transform: GradientTransform | None) -> Batch | None:
@@ -60,13 +60,13 @@ def _batch(transform: GradientTransform | None) -> Batch | None:
 
 
 class Stepping(Repeating):
-    """Makes a step for every backward, and goes by what the sites have decided in it.
+    """Base of a session that makes a step of every backward, by the decision of all sites.
 
     Args:
         inspection: of the model.
         comm: the transport.
-        fingerprint: what the sites have agreed on.
-        settings: of the user's.
+        fingerprint: of the description that the sites have agreed on.
+        settings: the user's settings.
     """
 
     _watched: dict[str, WatchedParameter]
@@ -114,13 +114,13 @@ class Stepping(Repeating):
         self._mishaps = Mishaps(model.params, comm.rank, settings.max_bad_steps, tell)
 
     def taps(self, layer: TappedLayer) -> bool:
-        """Whether some product of the layer should travel as factors in the next step."""
+        """True if some product of the layer is to be tapped in the next forward."""
         if self._batch is not None:  # samples are told apart by rows alone, however these travel
             return True
         return self._next_forward.taps(layer.slots)
 
     def taps_block(self, block: Block) -> bool:
-        """Whether the block should be computed again in the next step."""
+        """True if the block is to be computed again by all sites in the next step."""
         return self._next_forward.taps([block])
 
     def _begin(self, task: int) -> Step:
@@ -151,11 +151,11 @@ class Stepping(Repeating):
         return UnsyncedStep(task, captured, captured.settle)
 
     def _synchronised(self, task: int, used: set[str], **more: Any) -> Step:
-        """Shares what is due; on a single site that needs no messages.
+        """Begins the step of a backward outside of `no_sync`; a single site needs no messages.
 
         Args:
-            task: of the backward.
-            used: parameters that it leaves a gradient in.
+            task: autograd's id of the backward.
+            used: parameters that the backward leaves a gradient in.
             **more: as for `_new_step`.
         """
         alone = self._alone()
@@ -196,7 +196,7 @@ class Stepping(Repeating):
         )
 
     def _alone(self) -> bool:
-        """Whether nothing travels, and nothing is left of what other sites had not sent."""
+        """True if nothing travels, and no residuals are left of sites that there were before."""
         if self._several or any(self._next_forward.tap_next.values()):
             return False
         self._may_owe = self._may_owe and self._compressors.owe
@@ -206,11 +206,11 @@ class Stepping(Repeating):
         return leftover(self._transform, self._model.params, self._unshared)
 
     def _new_step(self, header: Header, **about: Any) -> SharedStep:
-        """Begins a step with the other sites: of the whole model, unless a `StepSpec` says else.
+        """Begins a step with the other sites, of the whole model unless `about` says otherwise.
 
         Args:
-            header: what this site announces.
-            **about: attributes of the `StepSpec` that are not the session's own.
+            header: of this site.
+            **about: attributes of the `StepSpec` that differ from the session's defaults.
         """
         own: dict[str, Any] = {
             "model": self._model,
@@ -231,7 +231,7 @@ class Stepping(Repeating):
 
     @untraced
     def _end(self, task: int) -> None:
-        """A backward has succeeded here."""
+        """Finishes the step of a backward that has succeeded here; called by autograd."""
         step = self._step
         if step is None or step.task != task:  # left over from a backward that raised
             return
@@ -246,7 +246,6 @@ class Stepping(Repeating):
             self._look_at_end()
 
     def _look_at_end(self) -> None:
-        """Makes sure that what else waits for the end of backward leaves gradients alone."""
         raise NotImplementedError
 
     def _finish(self, step: Step) -> None:
@@ -265,7 +264,10 @@ class Stepping(Repeating):
             self._take_note(step)
 
     def _keep_tentatively(self, step: Step) -> None:
-        """What was not sent counts once the gradients are used; without a backward, they are."""
+        """Keeps residuals tentatively until an optimizer uses the gradients.
+
+        The gradients of a step without a backward are used at once.
+        """
         if not (isinstance(step, SharedStep) and step.applied):
             return
         if step.task == NO_TASK:
@@ -290,24 +292,24 @@ class Stepping(Repeating):
             self._group.running.remove(self)
         for layer in self._next_forward.layers:
             layer.forget_awaited()
-        if shared or not self._several:  # else they add up
+        if shared or not self._several:  # else counts add up until the next shared step
             self._forget_pass(due_parts)
         if shared:
             self._follow_up(step)
-        elif due_parts is not None and due_parts.due is not None:  # a single site's
+        elif due_parts is not None and due_parts.due is not None:  # a step of a single site
             total = self._stats.total_sent_bytes
             self._stats = Stats(self._stats.step + 1, total_sent_bytes=total)
             self._reporter.report_alone(self._stats)
 
     def _forget_pass(self, due_parts: DueParts | None) -> None:
-        """What layers and blocks have counted since the last shared backward."""
+        """Resets what layers and blocks have counted since the last shared backward."""
         self._weighting.settle()
         self._blocks.forget()
         for layer in self._next_forward.layers:
             if not layer.rests and (due_parts is None or due_parts.shares(layer.slots)):
                 layer.forget_untapped()
 
-    # -- when something went wrong --------------------------------------------------------------
+    # -- failures -------------------------------------------------------------------------------
 
     def end_unfinished(self, *, unless: int) -> None:
         """Ends a step whose backward raised here, so that all sites are in step again."""
@@ -328,11 +330,10 @@ class Stepping(Repeating):
             self._take_note(step)
 
     def _hold_nodes(self) -> Any:
-        """Holds the nodes of the parameters again, if it has let go of them."""
         raise NotImplementedError
 
     def _refuse_changed(self, used: Set[str]) -> None:
-        """Checks that the model is what the sites agreed on.
+        """Raises if the model is not what the sites agreed on; here nothing is checked.
 
         Args:
             used: parameters that the backward, which begins, leaves a gradient in.

@@ -1,4 +1,4 @@
-"""How sites that train take in one that comes, and what it takes from them."""
+"""Admission: sites that train admit one that joins, which receives their common state."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _LOG = logging.getLogger("outergrad")
 
 
 class TakingIn(Verified):
-    """The part of a session for sites that come while others train.
+    """Base of a session that admits sites which join while others train.
 
-    All agree on the step before which they take part (`step/pact.py`); nobody leaves the run of
-    before until all have made the same steps.
+    All agree on the step before which the new sites take part (`step/pact.py`). No site leaves the
+    old transport until all have made the same steps.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class TakingIn(Verified):
         if comm.min_sites is not None:
             listen(self._seen)
 
-    # -- on the sites that were there -----------------------------------------------------------
+    # -- on the sites that train ----------------------------------------------------------------
 
     def _take_in(self) -> None:
-        """Where others have come, and this is the step before which they take part."""
+        """Admits joining sites, if this is the step before which they take part."""
         if self._comm.min_sites is None:
             return
         pact = self._group.pact
@@ -56,7 +56,7 @@ class TakingIn(Verified):
                 raise ExchangeError(str(error), kind=Failure.LOCAL) from error
 
     def _make_sure_of_all(self) -> None:
-        """Nobody leaves who may have what others lack: all have made the last step."""
+        """Waits until all have made the last step: no site may leave that others still need."""
         drift, patience_s = None, self._comm.patience_s
         if not self._votes.is_settled:
             drift = self._count_at_end(2 * patience_s, patience_s)
@@ -65,15 +65,12 @@ class TakingIn(Verified):
             raise drift
 
     def _hand_over(self) -> None:
-        """Tells those that have come how far the others are. These write to nothing of their own.
-
-        A backward runs, which needs all as it was.
-        """
+        """Sends the handover to the joining sites; writes nothing here, as a backward runs."""
         with self._giving_up_behind("those that have come"):
             comm = self._comm.sealed()
             try:
                 agree(comm, [*self._lines, *transport_lines(self._comm)])
-            except ValueError as error:  # they leave; it costs the others a step
+            except ValueError as error:  # the joining sites leave; it costs the others a step
                 _LOG.warning("those that have come cannot take part: %s", error)
             else:
                 self._handover().give(comm)
@@ -84,13 +81,13 @@ class TakingIn(Verified):
         tensors = [*replica.parameters, *replica.buffers]
         return Handover(self._number, self._stats.step, tensors, common, replica.optimizer_states)
 
-    # -- on one that has come -------------------------------------------------------------------
+    # -- on a joining site ----------------------------------------------------------------------
 
     def take(self, found: Handover) -> None:
-        """What the others hand over to this site; optimizers take theirs before their first step.
+        """Takes over the handover; optimizers get their states before their first step.
 
         Raises:
-            ExchangeError: it is of another model.
+            ExchangeError: the handover is of another model.
         """
         replica = self._replica(self._buffers.tensors, {}, "")
         mine = [*replica.parameters, *replica.buffers]
@@ -106,7 +103,7 @@ class TakingIn(Verified):
         self._note_end(counted=False)
 
     def before_applying(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step: the first time it takes what it was given."""
+        """Loads the state handed over into an optimizer before its first step."""
         super().before_applying(optimizer)
         name = self._seen.holder(optimizer) if self._inherited else None
         state = None if name is None else self._inherited.pop(name, None)

@@ -1,4 +1,4 @@
-"""Who takes part in a session, where a site is one rank."""
+"""Topology of a session: the ranks that take part, where a site is one rank."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from outergrad.step.buffers import Kind
 
 
 class Topology:
-    """Sites of one rank each.
+    """Topology of sites of one rank each.
 
     Args:
-        site: to the other sites.
+        site: transport to the other sites.
 
     Attributes:
-        site: the same.
-        buffers: what becomes of buffers, unless the user says.
+        buffers: default of `distribute`'s argument of that name.
     """
 
     buffers: Kind = "broadcast"
@@ -38,7 +37,7 @@ class Topology:
         self.site = site
 
     def look_at(self, model: nn.Module, method: Any, rules: Rules) -> Inspection:
-        """What is shared; a change of the weights has no factors, so that no rule is of use.
+        """Inspects the model; for `og.LocalSteps` without rules, as weight changes have no factors.
 
         Raises:
             ValueError: the model or the method cannot be used.
@@ -48,10 +47,10 @@ class Topology:
         return inspect(model, method, rules)
 
     def refuse_settings(self, **settings: Any) -> None:
-        """Raises for settings that mean nothing here: there are none."""
+        """Raises for settings that this topology cannot have; here there are none."""
 
     def agree(self, lines: Sequence[str], error: Exception | None) -> int:
-        """As `comm.agree`, over all ranks."""
+        """Compares descriptions over all ranks, as `comm.agree`; returns their fingerprint."""
         return agree(self.site, lines, error)
 
     def make_equal(self, model: nn.Module, inspection: Inspection) -> list[Tensor]:
@@ -63,7 +62,7 @@ class Topology:
     def session(
         self, inspection: Inspection, agreed: int, settings: Settings, method: Any
     ) -> Session:
-        """The session of this rank, whose layers are not tapped yet."""
+        """Returns the session of this rank, whose layers are not tapped yet."""
         if isinstance(method, LocalSteps):
             from outergrad.session.local_steps import LocalStepsSession
 
@@ -74,10 +73,10 @@ class Topology:
 def opened(
     transport: Transport, device: torch.device, group: Any, timeout: timedelta | None
 ) -> Comm:
-    """Opens a transport, with what the user has said and it goes by.
+    """Opens a transport with the user's `group` and `timeout`.
 
     Raises:
-        ValueError: it does not go by something that the user has said.
+        ValueError: the transport does not go by one that the user has given.
         RuntimeError: there are no sites to reach.
     """
     given = {n: v for n, v in {"group": group, "timeout": timeout}.items() if v is not None}

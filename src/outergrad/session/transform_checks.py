@@ -1,4 +1,4 @@
-"""What does not go together with `transform=`, and what to do instead."""
+"""Checks of `transform=` against model, method and settings, and its notes in the coverage."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _REMEDY = "freeze it (requires_grad_(False)) or make it og.Local()"
 
 
 def check_transform(transform: Any) -> None:
-    """Whether it is a transform at all.
+    """Raises if the argument is no gradient transform.
 
     Raises:
-        TypeError: it is none.
-        ValueError: the sites could not compare it.
+        TypeError: it is a class, cannot be called, or lacks the flags of a transform.
+        ValueError: it has no `__repr__`, by which the sites compare it.
     """
     if transform is None:
         return
@@ -51,7 +51,7 @@ def check_transform(transform: Any) -> None:
 
 
 def capturing(method: Any, transform: GradientTransform | None) -> Any:
-    """The method, with layers captured where it sends them dense, if a transform needs samples."""
+    """Returns the method; `Dense` becomes `CapturedDense` if the transform needs samples."""
     if transform is None or not transform.needs_samples:
         return method
     if isinstance(method, PerLayer):
@@ -68,7 +68,7 @@ def refuse_unfit(
     *,
     keeps: bool,
 ) -> None:
-    """Checks that a transform sees all that a site sends.
+    """Raises if a site would send something that the transform does not see.
 
     Args:
         transform: as for `distribute`.
@@ -78,7 +78,7 @@ def refuse_unfit(
         keeps: whether each site keeps its own buffers.
 
     Raises:
-        ValueError: names what it would not see, with the remedy.
+        ValueError: names what the transform would not see, with the remedy.
     """
     if transform is None:
         return
@@ -161,18 +161,18 @@ def _of_buffers(model: nn.Module, inspection: Inspection) -> Iterator[str]:
             )
 
 
-# -- what the coverage table says -----------------------------------------------------------------
+# -- coverage table -------------------------------------------------------------------------------
 
 
 def units_shown(model: Model, compressors: Compressors) -> tuple[Sequence[Unit], dict[str, str]]:
-    """Units that may travel as rows, and of all other parameters why they travel dense."""
+    """Returns the units that may travel as rows, and why each other parameter travels dense."""
     dense = [u for u in model.units if isinstance(compressors[u], DenseCompressor)]
     why = {name: "the method is dense" for unit in dense for name in unit.params}
     return [unit for unit in model.units if unit not in dense], {**model.reasons, **why}
 
 
 def noted(lines: Coverage, transform: GradientTransform | None) -> Coverage:
-    """Says of what travels that it is what a transform has left."""
+    """Notes in the coverage of each parameter that travels that a transform changes it first."""
     if transform is None:
         return lines
     return Coverage(tuple(_noted(line, transform) for line in lines))

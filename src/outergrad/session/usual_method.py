@@ -1,4 +1,4 @@
-"""The method of a session whose user names none."""
+"""Default method of `distribute`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STILL = ("local", "not trained")
 def usual_method(
     *, mesh: Any, transform: Any, goes_on: bool = False
 ) -> tuple[Method | Policy, str]:
-    """`og.Auto()`, or `og.DAD()` where nothing can be chosen by the time of steps, and why.
+    """Returns `og.Auto()`, or `og.DAD()` with the reason why steps cannot be timed here.
 
     Both are exact and show no more of a site than its gradient.
     """
@@ -31,7 +31,7 @@ def usual_method(
 
 
 def usual_noted(lines: Coverage, why: str) -> Coverage:
-    """Says of each parameter that its method was nobody's wish, where that is not `og.Auto()`."""
+    """Notes in the coverage of each parameter why the default was `og.DAD()`, if it was."""
     told = f"; og.DAD() by default, not og.Auto(): {why}"
     noted: Sequence[Any] = [
         line if line.travels in _STILL else replace(line, why=line.why + told) for line in lines

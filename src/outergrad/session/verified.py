@@ -1,4 +1,4 @@
-"""Replicas are compared now and then, and made equal where the user asks for it."""
+"""Replica check: replicas are compared every n steps, and made equal if the user asks for it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REMEDY = {
 
 
 class Verified(Watching):
-    """A session whose replicas are compared after every n-th shared step that counts."""
+    """Base of a session that compares replicas after every n-th shared step that counts."""
 
     def __init__(
         self, inspection: Inspection, comm: Comm, fingerprint: int, settings: Settings
@@ -46,22 +46,22 @@ class Verified(Watching):
             listen(self._seen)
 
     def make_equal(self, *optimizers: Optimizer) -> bool:
-        """Makes every replica site 0's: shared parameters and buffers, and optimizer states.
+        """Makes every replica equal to site 0's: shared parameters, buffers, optimizer states.
 
-        So are gradients that the last step shared, if they have not been applied. Call it on every
-        site at the same point of the program, not during backward. What is a site's own
-        (`og.Local`) stays as it is. Takes one exchange of 40 bytes where nothing differs.
+        Gradients that the last step shared become equal, too, if they have not been applied. Call
+        it on every site at the same point of the program, not during backward. What is a site's
+        own (`og.Local`) stays as it is. Takes one exchange of 40 bytes if nothing differs.
 
         Args:
-            *optimizers: those whose states are to be equal, too; with `verify_every` those that
-                were seen to step are known.
+            *optimizers: optimizers whose states are to be equal, too; with `verify_every` those
+                that were seen to step are known.
 
         Returns:
-            Whether two sites differed.
+            True if two sites differed.
 
         Raises:
             RuntimeError: during backward, or the session is detached, or cannot do it.
-            SiteLostError: another site does not come, or went.
+            SiteLostError: another site does not arrive, or is gone.
         """
         self._refuse_make_equal()
         wrong = next((one for one in optimizers if not isinstance(one, Optimizer)), None)
@@ -73,7 +73,7 @@ class Verified(Watching):
         if not self._several:
             return False
         self._require_group()
-        with suppress(DriftError):
+        with suppress(DriftError):  # which is mended below
             self._settle()
         self._votes.restart()
         given = {self._seen.holder(one): one for one in optimizers}
@@ -93,13 +93,16 @@ class Verified(Watching):
         return self._replica(tensors, dict(sorted(optimizers.items())), remedy)
 
     def _shared_gradients(self) -> list[Tensor]:
-        """Of the last step: a block that is computed again has them by each site's own weights."""
+        """Returns the gradients of the last step.
+
+        They may differ: replayed blocks compute theirs with each site's own weights.
+        """
         shared = self._shared - self._unshared
         pairs = self._model.params.items()
         return [p.grad for name, p in pairs if name in shared and p.grad is not None]
 
     def move(self, comm: Comm) -> None:
-        """Also with the counting: not all sites may have counted the last step."""
+        """Moves to another transport; counts anew, as the sites may differ in the last step."""
         super().move(comm)
         self._unverified = 0
 
@@ -119,7 +122,6 @@ class Verified(Watching):
             self._perhaps_verify()
 
     def _perhaps_verify(self) -> None:
-        """A step counts."""
         if self._verify_every is None or self._group.lost is not None:
             return
         self._unverified += 1
@@ -150,5 +152,5 @@ class Verified(Watching):
         return _REMEDY[self._on_drift]
 
     def detach(self) -> None:
-        """Ends the comparing."""
+        """Stops watching optimizers for the replica check."""
         ignore(self._seen)

@@ -1,4 +1,4 @@
-"""What others do to the model of a session: changes of it, and hooks behind its gradients."""
+"""Guard of a session's model against changes by others, and calls of others' gradient hooks."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ from outergrad.step.unsynced import UnsyncedStep
 
 
 class Watching(Joining):
-    """Refuses a model that is not what the sites agreed on, and calls hooks that were held.
+    """Base of a session that refuses a changed model, and calls post-accumulate hooks of others.
 
-    The model is looked at when it is called, when a backward begins of which no call was seen or
-    which misses a parameter, and before an optimizer's step: if every parameter was replaced,
-    autograd has nothing to tell, and where only parts of the model are called, or its graph, nor
-    have its calls.
+    The model is compared with what the sites agreed on when it is called, when a backward begins
+    without a call seen before it or without some parameter, and before an optimizer's step. One
+    place alone does not suffice: if every parameter was replaced, autograd calls no hook of ours,
+    and where only parts of the model are called, or a compiled graph, no call is seen.
     """
 
     _swap: CallSwap | None = None
@@ -63,22 +63,23 @@ class Watching(Joining):
     _thread = 0
     _called = _began = False
     _last_begun = 0
-    """When a backward of this model last had its first event, by `backward_listeners.now`."""
+    """Order number (`backward_listeners.now`) of the first event of this model's last backward."""
 
     def __init__(
         self, inspection: Inspection, comm: Comm, fingerprint: int, settings: Settings
     ) -> None:
         super().__init__(inspection, comm, fingerprint, settings)
         self._raised_early: list[tuple[Share, list[Point]]] = []
-        """Of each backward that raised before its first event, what it would have shared."""
+        """Per backward that raised before its first event, the share that was due and its points
+        of joint averages."""
 
     def watch(self, model: nn.Module, watch: ModelWatch) -> None:
-        """Looks at a model from now on."""
+        """Guards a model from now on."""
         self._follow_nodes(watch)
         self._model_watch, self._thread = ref(watch), get_ident()
         try:
             self._swap = CallSwap(model, lambda: self._on_call(watch))
-        except TypeError:  # a class that allows no subclass: backward and optimizers remain
+        except TypeError:  # the class allows no subclass: checks in backward and steps remain
             self._kept_watch = watch
         look_at_steps(self)
         if self._several:
@@ -91,7 +92,7 @@ class Watching(Joining):
             watch.follow(hold_again(self._watched.values()))
 
     def let_go_of_nodes(self) -> None:
-        """Python looks for garbage, of which the session may be a part."""
+        """Drops references to autograd nodes, so that Python can collect session and model."""
         super().let_go_of_nodes()
         watch = self._model_watch()
         if watch is not None:
@@ -104,7 +105,6 @@ class Watching(Joining):
         return nodes
 
     def _forget_model(self) -> None:
-        """The session ends, and holds on to no node of autograd."""
         look_away(self)
         ignore_backwards(self)
         if self._batch is not None:
@@ -116,7 +116,7 @@ class Watching(Joining):
             self._swap.restore()
             self._swap = None
 
-    # -- when the model is looked at ------------------------------------------------------------
+    # -- comparisons of the model ---------------------------------------------------------------
 
     def _on_call(self, watch: ModelWatch) -> None:
         if torch.is_grad_enabled() and current_task() == NO_TASK and self._attached:
@@ -131,7 +131,7 @@ class Watching(Joining):
         self._called, self._began = False, True
 
     def before_applying(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to apply gradients, maybe of a backward that nobody heard of."""
+        """Checks the model before an optimizer steps, maybe by a backward that was not noticed."""
         if get_ident() == self._thread:
             self._tentative.applied_by(optimizer)
         watch = self._model_watch() if get_ident() == self._thread else None
@@ -144,8 +144,11 @@ class Watching(Joining):
             self._refuse(change)
 
     def on_stale(self, name: str) -> None:
-        """A parameter was converted behind the last look, or so that it could not be seen then."""
-        if in_distributed_autograd():  # which makes "python_error" of all that is raised
+        """Refuses a parameter whose gradient came by another node than the watched one.
+
+        It was converted after the last check of the model, or in a way that this could not see.
+        """
+        if in_distributed_autograd():  # which replaces every message by "python_error"
             warnings.warn(
                 f"the backward of torch.distributed.autograd (RPC) accumulates {name!r} in its own "
                 f"context, where it is not shared between sites: call loss.backward()",
@@ -157,27 +160,27 @@ class Watching(Joining):
             self._refuse(watch.change())
         self._refuse(Change(name, "was replaced or converted after og.distribute()"))
 
-    # -- what becomes of gradients in the same backward ------------------------------------------
+    # -- gradients overwritten in the same backward ----------------------------------------------
 
     def _look_at_end(self) -> None:
-        """Makes sure that what else waits for the end of backward leaves gradients alone."""
+        # Queued from within a callback, this one runs after all that are queued by now.
         at_end_of_backward(partial(self._refuse_overwritten, self._left()))
 
     def _left(self) -> dict[str, tuple[Tensor, int]]:
-        """Gradients as they are now, with their counts of changes."""
+        """Returns the gradients of now, with their versions."""
         found = ((name, watched.parameter.grad) for name, watched in self._watched.items())
         return {name: (grad, grad._version) for name, grad in found if grad is not None}
 
     @untraced
     def _refuse_overwritten(self, left: Mapping[str, tuple[Tensor, int]]) -> None:
-        """Whatever else waited for the end of this backward has been called by now."""
+        """Refuses gradients that another callback at the end of this backward has changed."""
         for name, (grad, version) in left.items():
             now = self._watched[name].parameter.grad
             if now is None or now is not grad or now._version != version:
                 param_grad.drop(watched.parameter for watched in self._watched.values())
                 self._refuse(overwritten(name))
 
-    # -- what the sites hear of it --------------------------------------------------------------
+    # -- telling the other sites ----------------------------------------------------------------
 
     def _refuse(self, change: Change | None) -> None:
         if change is None:
@@ -191,14 +194,15 @@ class Watching(Joining):
         raise error
 
     def _can_tell(self) -> bool:
-        """Whether a step can be given up that this site has not begun."""
+        """True if this site can abandon, with the others, a step that it has not begun."""
         lost = self._group.lost is not None
-        begun = self._step is not None and self._step.task == current_task()  # fails by itself
+        # A step that this backward has begun fails by itself once the error is raised in it.
+        begun = self._step is not None and self._step.task == current_task()
         usual = self._several and self._joint is None and self._cadence.always
         return usual and not lost and not begun
 
     def _tell(self, change: Change) -> None:
-        """Gives up the next step together with the other sites, so that none applies it."""
+        """Abandons the next step together with the other sites, so that none applies it."""
         watch = self._model_watch()
         assert watch is not None
         with watch.as_agreed():
@@ -217,14 +221,14 @@ class Watching(Joining):
         return super()._begin(task)
 
     def on_backward(self) -> None:
-        """Notes the state of gradients before autograd comes to anything."""
+        """Notes the state of gradients before autograd reaches any node."""
         if get_ident() == self._thread:
             self._past_autograd.called(looks=self._stats.step % LOOKS_EVERY < LOOKS)
 
     def on_failed_backward(self, failed: FailedBackward) -> None:
-        """Counts it as a step that raised here.
+        """Counts a backward that raised before its first event as a step that raised here.
 
-        The others wait for it, and must not be given the next one of this site in its place.
+        The others wait for that step, and must not get this site's next one in its place.
         """
         if self._last_begun > failed.began or self._group.lost is not None:
             return
@@ -249,7 +253,7 @@ class Watching(Joining):
             super().end_unfinished(unless=unless)
 
     def _end_raised_early(self) -> None:
-        """Gives up, with the other sites, a step that this site never began."""
+        """Abandons, with the other sites, a step that this site never began."""
         (share, points), *self._raised_early = self._raised_early
         self._group.running.remove(self)
         self._hear_of_end()
@@ -275,7 +279,7 @@ class Watching(Joining):
                 self._follow_up(step)
                 self._take_note(step)
 
-    # -- hooks that were held -------------------------------------------------------------------
+    # -- hooks of others, held back until gradients are means -----------------------------------
 
     def _finish(self, step: Any) -> None:
         if step is not self._step:
@@ -295,7 +299,7 @@ class Watching(Joining):
             self._run_hooks(step.context.used)
 
     def _run_hooks(self, names: Iterable[str], *, shared: bool = True) -> None:
-        """Calls them for these parameters, in the same order on every site.
+        """Calls the held hooks of these parameters, in the same order on every site.
 
         Raises:
             RuntimeError: a hook applied a gradient of this site alone.
@@ -315,5 +319,4 @@ class Watching(Joining):
             )
 
     def _hooks(self) -> dict[str, HeldHooks]:
-        """Of every parameter of the model."""
         return {name: watched.hooks for name, watched in self._watched.items()}

@@ -1,1 +1,1 @@
-"""Sites around a hub: they dial out to it, prove who they are, and send each other nothing else."""
+"""Sites around a hub: they dial out to it, prove their identity, and communicate through it."""

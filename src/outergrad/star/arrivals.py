@@ -1,4 +1,4 @@
-"""What comes for the collectives of a site: parts of messages, put together where they belong."""
+"""The received parts of messages, assembled for the collectives of a site."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from outergrad.star.frames import ALL, Frame, Kind
 from outergrad.star.window import cost_of
 
 EARLY_BYTES = 1 << 30
-"""Of one sender, besides: what it may have sent before this site has asked for anything."""
+"""Bytes that a sender may always be ahead of the collectives that this site has started."""
 _COLLECTIVES, _TIMES = 1 << 10, 4
-"""Of this site's last ones so much may come ahead: those of a step, and of the next."""
+"""A sender may also be ahead by `_TIMES` times the bytes of this site's last `_COLLECTIVES`
+collectives, which cover a step and the next."""
 
 
 class Early:
-    """What came before this site had asked for it: bounded, for each sender.
+    """A bound on the bytes that a sender may send before this site has started the collective.
 
-    One that is ahead may send all messages of a step before this site has begun it. So the bound
-    follows from how much this site asked for lately; one that sends more lies.
+    A site that is ahead may send all messages of a step before this site has begun it. So the bound
+    follows from the sizes of this site's recent collectives; a site that sends more is lying.
     """
 
     def __init__(self) -> None:
@@ -30,22 +31,17 @@ class Early:
         self._asked: deque[int] = deque(maxlen=_COLLECTIVES)
         self._room = EARLY_BYTES
         self.refused: set[int] = set()
-        """Those that sent more: nothing of them is kept any more."""
+        """Senders that exceeded the bound: none of their early parts is kept any more."""
 
     def takes(self, frame: Frame) -> bool:
-        """Whether a part that nobody has asked for yet is kept; counts it."""
+        """Counts a part whose collective has not started here; True if the part is to be kept."""
         self._nbytes[frame.sender] += cost_of(frame)
         if self._nbytes[frame.sender] > self._room:
             self.refused.add(frame.sender)
         return frame.sender not in self.refused
 
     def ask(self, sizes: Mapping[int, int], early: Mapping[int, int]) -> None:
-        """This site has started a collective.
-
-        Args:
-            sizes: bytes from each sender.
-            early: of these, what had come before.
-        """
+        """Notes a collective that this site starts: bytes per sender, and those that came early."""
         self._nbytes.subtract(early)
         if len(self._asked) == _COLLECTIVES:
             self._room -= _TIMES * self._asked[0]
@@ -55,12 +51,12 @@ class Early:
 
 @dataclass
 class _Message:
-    """From one sender: parts come in order.
+    """A message of one sender, whose parts come in order.
 
     Attributes:
-        early: that came before it was known how long it is meant to be.
-        room: for all of it, once that is known.
-        here: bytes of it that have come.
+        early: parts that came before the length of the message was known.
+        room: buffer for the whole message, once its length is known.
+        here: bytes that have come.
     """
 
     early: list[Frame] = field(default_factory=list)
@@ -72,7 +68,6 @@ class _Message:
         return self.room is not None and self.here == len(self.room)
 
     def take(self, frame: Frame) -> None:
-        """One part of it."""
         if self.room is None:
             self.early.append(frame)
             return
@@ -88,27 +83,27 @@ class _Message:
 
 
 class Arrival:
-    """What comes for one collective. Whoever calls its methods holds the lock of the line."""
+    """The messages that come for one collective; callers hold the lock of the line."""
 
     def __init__(self) -> None:
         self._messages: dict[int, _Message] = {}
         self._kind: Kind | None = None
         self._error: ExchangeError | None = None
         self.changes = 0
-        """Counts the parts that have come."""
+        """Number of parts that have come."""
 
     @property
     def is_expected(self) -> bool:
-        """Whether this site has started the collective."""
+        """True if this site has started the collective."""
         return self._kind is not None
 
     def early_bytes(self) -> dict[int, int]:
-        """How much of each sender came before that."""
+        """Returns the bytes of each sender that came before the collective started here."""
         early = {sender: message.early for sender, message in self._messages.items()}
         return {sender: sum(map(cost_of, frames)) for sender, frames in early.items()}
 
     def take(self, frame: Frame) -> None:
-        """A part of a message has come."""
+        """Takes a part of a message; `missing` raises if the part was not agreed."""
         self.changes += 1
         try:
             self._check(frame.kind, frame.sender)
@@ -117,14 +112,14 @@ class Arrival:
             self._error = self._error or error
 
     def expect(self, kind: Kind, sizes: Mapping[int, int]) -> None:
-        """Makes room: this site has started the collective.
+        """Makes room for the messages of the collective, which this site starts.
 
         Args:
-            kind: of its messages.
+            kind: kind of the messages.
             sizes: bytes from each sender.
 
         Raises:
-            ExchangeError: there is no room, or something else has come already.
+            ExchangeError: there is no room, or parts of something else have come already.
         """
         self._kind = kind
         early, self._messages = (
@@ -147,17 +142,17 @@ class Arrival:
             )
 
     def missing(self) -> set[int]:
-        """Senders whose message is not there yet.
+        """Returns the senders whose message is not complete.
 
         Raises:
-            ExchangeError: what came is not what was agreed.
+            ExchangeError: a part came that was not agreed.
         """
         if self._error is not None:
             raise self._error
         return {sender for sender, message in self._messages.items() if not message.is_whole}
 
     def rooms(self) -> dict[int, np.ndarray]:
-        """Bytes of each sender, all there."""
+        """Returns the message of each sender, once none is missing."""
         return {s: m.room for s, m in self._messages.items() if m.room is not None}
 
 

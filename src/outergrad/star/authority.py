@@ -1,4 +1,4 @@
-"""The certificates of a star: an authority of its own, one for the hub, one for each site."""
+"""The certificates of a star: of its own authority, of the hub, and of each site."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AUTHORITY_DAYS = 3650
 DAYS = 365
 _SITE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _EARLIER = timedelta(hours=1)
-"""Clocks differ."""
+"""A certificate is valid from this much earlier on, because clocks differ."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Identity:
     """A private key and its certificate, as PEM.
 
     Attributes:
-        key: never leaves who it is of, but in a kit that the hub has made.
-        certificate: for everyone.
+        key: private; it never leaves its owner, except in a kit that the hub has made.
+        certificate: public.
     """
 
     key: str = field(repr=False)
@@ -37,22 +37,22 @@ class Identity:
 
     @property
     def private_key(self) -> ec.EllipticCurvePrivateKey:
-        """What signs."""
+        """The key, parsed."""
         key = serialization.load_pem_private_key(self.key.encode(), None)
         assert isinstance(key, ec.EllipticCurvePrivateKey)
         return key
 
     @property
     def serial(self) -> int:
-        """Of the certificate."""
+        """Serial number of the certificate."""
         return read_certificate(self.certificate).serial_number
 
 
 def site_name(name: str) -> str:
-    """The name, if a site may have it.
+    """Returns the name if it is valid for a site.
 
     Raises:
-        ValueError: it may not.
+        ValueError: the name is not valid.
     """
     if not _SITE_NAME.fullmatch(name):
         raise ValueError(f"a site cannot be called {name!r}: letters, digits, and . _ - are meant")
@@ -60,7 +60,7 @@ def site_name(name: str) -> str:
 
 
 def new_authority() -> Identity:
-    """Whose certificates a star believes."""
+    """Makes the authority whose certificates a star trusts."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = _named("outergrad authority")
     built = _builder(name, name, key.public_key(), _AUTHORITY_DAYS)
@@ -70,35 +70,35 @@ def new_authority() -> Identity:
 
 
 def new_hub(authority: Identity, hosts: Sequence[str], days: int = DAYS) -> Identity:
-    """The hub's.
+    """Makes the identity of the hub.
 
     Args:
-        authority: who signs it.
+        authority: the identity that signs it.
         hosts: names and addresses by which sites reach the hub.
-        days: how long it holds.
+        days: validity of the certificate, days.
     """
     names = x509.SubjectAlternativeName([_general_name(host) for host in hosts])
     return _issued(authority, "hub", ExtendedKeyUsageOID.SERVER_AUTH, days, names)
 
 
 def new_site(authority: Identity, name: str, days: int = DAYS) -> Identity:
-    """A site's: the name in it is who it is, whatever it says.
+    """Makes the identity of a site, which the hub knows by the name in the certificate alone.
 
     Args:
-        authority: who signs it.
+        authority: the identity that signs it.
         name: of the site.
-        days: how long it holds.
+        days: validity of the certificate, days.
     """
     return _issued(authority, site_name(name), ExtendedKeyUsageOID.CLIENT_AUTH, days)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a site asks a hub to sign: its name, and its public key.
+    """A site's request to sign a certificate for its name and public key.
 
     Attributes:
-        site: its name.
-        pem: as it travels; nothing in it is secret.
+        site: name of the site.
+        pem: the request as PEM; nothing in it is secret.
     """
 
     site: str
@@ -106,18 +106,18 @@ class Request:
 
     @property
     def fingerprint(self) -> str:
-        """Of the public key: both sides see the same if nobody has changed it on its way."""
+        """Fingerprint of the public key, equal on both sides if nobody has changed the request."""
         return fingerprint_of(_request_in(self.pem).public_key())
 
 
 def new_request(name: str) -> tuple[str, Request]:
-    """A private key, which stays at the site, and what the hub is sent.
+    """Makes a private key, which stays at the site, and the request for the hub.
 
     Args:
         name: of the site.
 
     Raises:
-        ValueError: the name cannot be.
+        ValueError: the name is not valid.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     built = x509.CertificateSigningRequestBuilder(_named(site_name(name)))
@@ -126,7 +126,7 @@ def new_request(name: str) -> tuple[str, Request]:
 
 
 def read_request(pem: str) -> Request:
-    """From what a site has sent.
+    """Reads the request that a site has sent, as PEM.
 
     Raises:
         ValueError: it is no request, not signed by its own key, or of another kind of key.
@@ -136,14 +136,14 @@ def read_request(pem: str) -> Request:
 
 
 def signed_site(authority: Identity, request: Request, days: int = DAYS) -> str:
-    """The certificate of a site that has made its own key, as PEM.
+    """Returns a certificate, as PEM, for a site that has made its own key.
 
-    Of the request it takes the name and the public key, and nothing else that it may ask for.
+    Only the name and the public key are taken from the request, whatever else it asks for.
 
     Args:
-        authority: who signs it.
+        authority: the identity that signs it.
         request: of the site.
-        days: how long it holds.
+        days: validity of the certificate, days.
     """
     public = _request_in(request.pem).public_key()
     assert isinstance(public, ec.EllipticCurvePublicKey)
@@ -153,10 +153,10 @@ def signed_site(authority: Identity, request: Request, days: int = DAYS) -> str:
 
 
 def is_key_of(key: str, certificate: str) -> bool:
-    """Whether a private key, as PEM, is the one of a certificate.
+    """True if a private key, as PEM, belongs to a certificate.
 
     Raises:
-        ValueError: it is no private key.
+        ValueError: the key is no private key.
     """
     try:
         own = serialization.load_pem_private_key(key.encode(), None)
@@ -166,7 +166,7 @@ def is_key_of(key: str, certificate: str) -> bool:
 
 
 def fingerprint_of(key: Any) -> str:
-    """Of a public key, to be read out: half of a SHA-256."""
+    """Returns half of the SHA-256 of a public key, in groups of digits to be read out."""
     digest = hashlib.sha256(
         key.public_bytes(
             serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
@@ -176,26 +176,26 @@ def fingerprint_of(key: Any) -> str:
 
 
 def now() -> datetime:
-    """Against which certificates are checked."""
+    """Returns the time against which certificates are checked."""
     return datetime.now(timezone.utc)
 
 
 def read_certificate(pem: str | bytes) -> x509.Certificate:
-    """From PEM.
+    """Reads a certificate from PEM.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no certificate.
     """
     return x509.load_pem_x509_certificate(pem.encode() if isinstance(pem, str) else pem)
 
 
 def name_in(certificate: x509.Certificate) -> str:
-    """Who it is of."""
+    """Returns the name of the certificate's owner."""
     return _common_name(certificate.subject)
 
 
 def check_site(certificate: x509.Certificate, authority: x509.Certificate, name: str) -> None:
-    """Checks that a certificate is a site's, of this name, and holds now.
+    """Raises unless a certificate of this authority is for a site of this name, and valid now.
 
     Raises:
         ValueError: it is not.
@@ -301,10 +301,10 @@ def _general_name(host: str) -> x509.GeneralName:
 
 
 def write_secret(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a file that its owner alone may read, and that is not there yet.
+    """Creates a file that its owner alone may read.
 
     Raises:
-        OSError: it is there, or cannot be written.
+        OSError: the file exists, or cannot be written.
     """
     opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(opened, "w") as file:

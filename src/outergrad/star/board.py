@@ -1,4 +1,4 @@
-"""The hub's board: slots that every site of a run can write to and read, over its own line."""
+"""A site's access to the hub's board, slots that every site of a run can write to and read."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from outergrad.star.sealing import Seal
 from outergrad.star.slots import asked
 
 AT_EXIT, AT_END = "exit", "end/{}"
-"""Names of the texts that sites leave when they end."""
+"""Names of the farewells that sites leave at the end of their process or of a session."""
 _PIECE_BYTES = 1 << 19
-"""Of a large content."""
+"""Bytes in which a large content is written."""
 _MOST_PIECES = 1 << 20
 _AGAIN_S = 0.05
 
 
 class StarBoard(Board):
-    """By one question to the hub for each slot.
+    """A board that asks the hub one question for each slot.
 
-    A question outlives its stream, as everything on a line. So it is given up only when this site
-    has waited for as long as for any message, or the hub is out of reach for good.
+    A question survives the end of a stream, like everything on a line. So it fails only when this
+    site has waited for as long as for any message, or the hub is out of reach for good.
 
     Args:
         line: of this process.
-        limit_s: how long a question may take.
-        seal: what encrypts contents, if the hub must not read them.
+        limit_s: timeout of a question, seconds.
+        seal: encrypts contents, if the hub must not read them.
     """
 
     def __init__(self, line: Line, limit_s: float, seal: Seal | None = None) -> None:
@@ -38,15 +38,16 @@ class StarBoard(Board):
         self._limit_s: float | None = limit_s
 
     def without_limit(self) -> StarBoard:
-        """The same slots for a thread that may wait."""
+        """Returns a board without a limit, for a thread that may wait."""
         board = copy(self)
         board._limit_s = None
         return board
 
     def first(self, key: str, text: str) -> str:
-        """Writes a text into a slot, unless one stands there; returns what stands there then.
+        """Writes a text into a slot unless it holds one; returns the text that it then holds.
 
-        That a site was given up the hub takes only when that one has had the time to speak.
+        Tries again while the hub does not accept the text yet: that a site was given up, it accepts
+        only when that site has had the time to speak.
         """
         limit_s = self._limit_s
         until = None if limit_s is None else time.monotonic() + limit_s
@@ -57,14 +58,14 @@ class StarBoard(Board):
         return found.decode(errors="replace")
 
     def slot(self, key: str) -> str | None:
-        """What was written so; None if nothing was."""
+        """Returns the text that `first` wrote; None if there is none."""
         found = self._ask(Kind.GET, key)
         return found.decode(errors="replace") if found else None
 
     def put(self, key: str, content: bytes) -> None:
-        """Writes to slots of this site's own, piece by piece; where these are comes last.
+        """Writes a content in pieces to slots of this site's own, and then where these are.
 
-        What stands there already stays.
+        A slot that is written already keeps its content.
         """
         number = self._line.count()
         if self._seal is not None:
@@ -76,7 +77,7 @@ class StarBoard(Board):
         self._written(Kind.PUT, key, f"{self._line.rank} {number} {len(pieces)}".encode())
 
     def get(self, key: str) -> bytes | None:
-        """What was put there; None if nothing was, or it cannot be read."""
+        """Returns the content that `put` wrote; None if there is none, or it cannot be read."""
         try:
             rank, number, count = map(int, self._ask(Kind.GET, key).split())
         except ValueError:
@@ -87,17 +88,17 @@ class StarBoard(Board):
         return self._opened(key, rank, number, b"".join(pieces)) if all(pieces) else None
 
     def farewell(self, site: int, session: int) -> str | None:
-        """What a site has left by its `Notes`, of its end or that of the session."""
+        """Returns a site's farewell, of its process or else of the session; None without one."""
         left = self._line.texts
         names = (AT_EXIT, AT_END.format(session))
         return next((left[site, name] for name in names if (site, name) in left), None)
 
     def is_gone(self, site: int) -> bool:
-        """The hub says so."""
+        """True if the hub says that a site has left or is lost."""
         return site in self._line.gone
 
     def _opened(self, key: str, rank: int, number: int, content: bytes) -> bytes | None:
-        """None where another site, or for another key, has encrypted it."""
+        """Decrypts a content; None if another site has encrypted it, or for another key."""
         if self._seal is None:
             return content
         try:
@@ -121,7 +122,7 @@ class StarBoard(Board):
 
 
 def _place(number: int) -> Place:
-    """Of a content, for a seal."""
+    """Returns the place of a content for a seal; no other content of the site has its number."""
     return Place(Kind.PUT, 0, number)
 
 

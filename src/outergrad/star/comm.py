@@ -1,4 +1,4 @@
-"""The collectives of a star: every site has a line to the hub, which relays and adds up."""
+"""The collectives of a star: every site has a line to the hub, which relays and sums."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from outergrad.star.sealing import TAG_BYTES, Seal
 from outergrad.star.sums import DTYPES, added
 
 _WORD = "word"
-"""Name of the text that a site leaves when it gives up."""
+"""Name of the text that a site leaves when it aborts."""
 
 
 class StarComm(Comm):
-    """A session on a line.
+    """The collectives of one session over a line.
 
     Args:
         line: of this process.
-        key: what sessions on that line have in common.
+        key: shared by the sessions on that line.
         device: of the tensors.
-        patience_s: how long a message may take.
-        seal: what encrypts, if the hub must not read what it relays: then sites add up themselves.
-        min_sites: how many have to be left to go on without others, if they do.
+        patience_s: timeout of a message, seconds.
+        seal: encrypts messages, if the hub must not read them: then every site sums by itself.
+        min_sites: least number of sites that go on without others; None if they do not.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class StarComm(Comm):
             self.board = StarBoard(line, patience_s, seal)
 
     def all_reduce(self, t: Tensor) -> StarWork | Ready:
-        """By the hub, in float64, in the order of sites."""
+        """Sums t in place over the sites in rank order, in 64 bits, at the hub or (sealed) here."""
         self._book(*self.cost.all_reduce(t.nbytes))
         if self.world_size == 1 or not t.numel():
             return Ready(t)
@@ -69,7 +69,7 @@ class StarComm(Comm):
         return self._work(place, arrival, lambda rooms: _copy_into(t, rooms[ALL]))
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> StarWork | Ready:
-        """This site's to every other."""
+        """Gathers every site's tensor on every site."""
         others = (sum(sizes) - sizes[self.rank]) * t.itemsize
         self._book(*self.cost.all_gather(t.nbytes, others))
         place = self._line.place(Kind.GATHER, lane)
@@ -78,7 +78,7 @@ class StarComm(Comm):
         return self._work(place, arrival, self._in_order(t.clone()))
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> StarWork | Ready:
-        """To each its own."""
+        """Sends each site its own tensor."""
         own = parts[self.rank]
         sent = sum(part.nbytes for part in parts) - own.nbytes
         self._book(*self.cost.all_to_all(sent, (sum(sizes) - sizes[self.rank]) * own.itemsize))
@@ -90,7 +90,7 @@ class StarComm(Comm):
         return self._work(place, arrival, self._in_order(own.clone()))
 
     def broadcast(self, t: Tensor) -> None:
-        """From the first site; it is not counted."""
+        """Overwrites t with rank 0's; its bytes are not counted."""
         place = self._line.place(Kind.GATHER, 0)
         sizes = [t.numel(), *[0] * (self.world_size - 1)]
         arrival = self._line.expect(place, self._expected(sizes, t.itemsize))
@@ -99,17 +99,20 @@ class StarComm(Comm):
         self._work(place, arrival, lambda rooms: rooms and _copy_into(t, rooms[0])).wait()
 
     def took_part(self, session: int, first: int, last: int) -> None:
-        """The hub notes it in its log when all sites have said so."""
+        """Tells the hub of this site's steps, which it logs when all sites have told it."""
         self._line.tell(Kind.PART, f"{session} {first} {last}".encode())
 
     def notes(self, session: int) -> StarNotes:
-        """On the line."""
+        """Returns the mailbox for this site's farewells."""
         return StarNotes(self._line, session)
 
     def give_up(
         self, text: str, final: str, enough: Enough, patience_s: float, session: int = 0
     ) -> list[str | None] | None:
-        """Through the hub, which the others may still reach."""
+        """Leaves a text at the hub, leaves the run, and gathers the texts of all sites.
+
+        Returns None if the hub is out of reach and the texts are not enough.
+        """
         line = self._line
         line.abandon()
         line.leave_text(_WORD, text)
@@ -120,18 +123,18 @@ class StarComm(Comm):
         return None if line.has_failed and not enough(texts) else texts
 
     def close(self) -> None:
-        """The others hear that this site has left."""
+        """Leaves the run, of which the hub tells the others."""
         self._line.leave()
 
     def sealed(self) -> StarComm:
-        """By the keys of the sites' certificates."""
+        """Returns the same sites' collectives, encrypted by keys that their certificates sign."""
         try:
             return self._home.sealed(self)
         except (RuntimeError, ValueError) as error:
             raise ExchangeError(str(error), kind=Failure.TRANSPORT) from error
 
     def go_on(self, sites: Sequence[int], coming: Sequence[str] = ()) -> Callable[[], StarComm]:
-        """In a new run at the hub, by a line of its own."""
+        """Begins a new run at the hub, over a line of its own; returns a call that opens it."""
         before, again = self._home, self._home.go_on(sites, coming)
 
         def opened() -> StarComm:
@@ -142,7 +145,7 @@ class StarComm(Comm):
         return opened
 
     def _texts(self, session: int) -> list[str | None]:
-        """The word that a site has given up counts before that of its end."""
+        """Returns every site's text: that of its abort, or else its farewell."""
         left, ended = self._line.texts, StarBoard(self._line, self.patience_s).farewell
         sites = range(self.world_size)
         return [left.get((site, _WORD)) or ended(site, session) for site in sites]
@@ -153,7 +156,7 @@ class StarComm(Comm):
         return {site: sizes[site] * itemsize + longer for site in others}
 
     def _send(self, place: Place, t: Tensor, recipient: int = ALL) -> None:
-        """Unless there is nothing to send, or nobody to send it to."""
+        """Sends a tensor, unless it is empty or there is no other site."""
         if not t.numel() or self.world_size == 1:
             return
         payload = _bytes(t)
@@ -162,7 +165,7 @@ class StarComm(Comm):
         self._line.send(place, payload, recipient)
 
     def _added_here(self, t: Tensor) -> StarWork:
-        """To the same bits as by a hub, which must not read it."""
+        """Sums t on this site, to the same bits as a hub would, which must not read it."""
         place = self._line.place(Kind.GATHER, 0)
         arrival = self._line.expect(
             place, self._expected([t.numel()] * self.world_size, t.itemsize)
@@ -216,27 +219,27 @@ class StarWork:
         self._arrived, self._then = arrived, then
 
     def wait(self) -> Any:
-        """Blocks until all messages are there."""
+        """Blocks until all messages have come, and returns the result."""
         return self._then(self._arrived())
 
 
 class StarNotes:
-    """Where a site that leaves in order leaves a text for the others."""
+    """The mailbox at the hub for the farewells of a site that leaves in order."""
 
     def __init__(self, line: Line, session: int) -> None:
         self._line, self._session = line, session
 
     def leave_at_end(self, text: str, *, of_process: bool) -> None:
-        """By the hub, which keeps it for those that have not heard it."""
+        """Leaves a farewell at the hub, which keeps it until the others have it."""
         name = AT_EXIT if of_process else AT_END.format(self._session)
         self._line.leave_text(name, text)
 
     def stay(self, sites: Sequence[int]) -> None:
-        """The hub stays."""
+        """Does nothing: the hub stays when this site goes."""
 
 
 def _bytes(t: Tensor) -> bytes:
-    """A copy, which stays as it is."""
+    """Returns a copy of a tensor's bytes: the tensor may change before they are sent."""
     return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

@@ -1,8 +1,8 @@
-"""The hub's connections that have not greeted: for how long, and how many, before they are shut.
+"""Limits on the number and the age of a hub's connections without a greeting.
 
-gRPC lets nobody see a connection before its TLS handshake is over, nor count those of an address.
-So a hub looks through its process's own sockets. A connection on which a site was greeted is let
-be; any other has a few seconds for all that comes before, whatever it does meanwhile.
+gRPC does not show a connection before its TLS handshake is over, nor count those of an address. So
+a hub looks through its process's own sockets. A connection on which a site has greeted is left
+alone; any other has a few seconds for all that comes before a greeting, whatever it does meanwhile.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import NamedTuple
 from urllib.parse import unquote
 
 GREETING_S = 10.0
-"""From the opening of a connection to a greeting that can be read; also of a stream."""
+"""Seconds from the opening of a connection, or of a stream, to a greeting that can be read."""
 _MOST_FILES = 1 << 16
 _OWN_FILES = 64
-"""For everything else: of gRPC, the log, the folder."""
+"""Files that are left for everything else: gRPC, the log, the folder."""
 _UNKNOWN_FILES = 1 << 10
 
 
@@ -36,13 +36,13 @@ class Peer(NamedTuple):
 
 
 class Connections:
-    """Of a hub.
+    """The connections of a hub; shuts those that exceed the limits.
 
     Args:
-        told: hears of each that was shut: its host, and why.
-        per_address: how many of one address may be without a greeting, once there are more.
-        in_all: of all addresses.
-        patience_s: how long one may be without a greeting.
+        told: called for each connection that was shut, with its host and the reason.
+        per_address: most connections of one address without a greeting.
+        in_all: most connections of all addresses without a greeting.
+        patience_s: seconds that a connection may be without a greeting.
     """
 
     def __init__(
@@ -59,11 +59,7 @@ class Connections:
 
     @contextmanager
     def greeted(self, peer: str) -> Iterator[None]:
-        """While a site is served on a connection.
-
-        Args:
-            peer: as gRPC names it.
-        """
+        """Exempts a connection, named by its peer as in gRPC, while a site is served on it."""
         known = _peer_in(peer)
         with self._lock:
             self._greeted[known] += 1
@@ -75,11 +71,7 @@ class Connections:
                 self._greeted = +self._greeted
 
     def look(self, port: int) -> None:
-        """Shuts what has been silent for too long, and the oldest of what is too much.
-
-        Args:
-            port: on which the hub listens.
-        """
+        """Shuts connections to `port` that are silent for too long, and the oldest of too many."""
         found = _connections_to(port)
         try:
             for peer, why in self._to_shut(found, time.monotonic()):
@@ -113,13 +105,13 @@ class Connections:
 
 
 class Pace:
-    """Lets a site greet some times at once, and then only so often; the others do not wait for it.
+    """A rate limit on the greetings of each site, which does not hold up the others.
 
-    Each greeting by a kit may begin a run, and end the one before: lines of the log, and work.
+    Each greeting by a kit may begin a run and end the one before, which takes work and log lines.
 
     Args:
-        at_once: how many greetings need not wait.
-        per_s: how many do not in the long run.
+        at_once: greetings in a burst that need not wait.
+        per_s: greetings per second that need not wait in the long run.
     """
 
     def __init__(self, at_once: int = 20, per_s: float = 5.0) -> None:
@@ -127,11 +119,11 @@ class Pace:
         self._free_at: dict[str, float] = {}
 
     def wait_s(self, name: str, now: float | None = None) -> float:
-        """How long the next greeting of a site has to wait; counts it.
+        """Counts a greeting of a site; returns the seconds that it has to wait.
 
         Args:
             name: of the site.
-            now: by the monotonic clock.
+            now: time by the monotonic clock; None to read it.
         """
         now = time.monotonic() if now is None else now
         with self._lock:
@@ -141,7 +133,7 @@ class Pace:
 
 
 def raise_file_limit() -> None:
-    """Lets this process have more files than the usual 1,024, where the system allows that."""
+    """Raises this process's limit of open files above the usual 1,024, if the system allows it."""
     if sys.platform != "win32":
         import resource
 
@@ -153,13 +145,13 @@ def raise_file_limit() -> None:
 
 
 def most_connections() -> int:
-    """How many the hub may have, so that files are left for everything else."""
+    """Returns how many connections the hub may have, so that files are left for all else."""
     files = _file_limit()
     return max(files - _OWN_FILES, files // 2)
 
 
 def host_in(peer: str) -> str:
-    """The address in a peer as gRPC names it, without the port."""
+    """Returns the address of a peer, as gRPC names it, without the port."""
     return _peer_in(peer).host
 
 
@@ -173,13 +165,13 @@ def _file_limit() -> int:
 
 
 def _connections_to(port: int) -> dict[Peer, socket.socket]:
-    """By which others have connected to a port of this process."""
+    """Returns copies of the sockets by which others are connected to a port of this process."""
     found = dict[Peer, socket.socket]()
     for number in _open_files():
         with suppress(OSError):  # it may be closed meanwhile
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
-            # a copy, because gRPC may close the file meanwhile, and its number be used anew
+            # a copy, because gRPC may close the file meanwhile, and its number may be reused
             one = _socket_of(os.dup(number))
             peer = _other_side(one, port)
             if peer is None or peer in found:
@@ -198,7 +190,6 @@ def _socket_of(number: int) -> socket.socket:
 
 
 def _other_side(one: socket.socket, port: int) -> Peer | None:
-    """Of a connection to that port; None of any other socket."""
     try:
         is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
         is_here = is_tcp and one.getsockname()[1] == port
@@ -208,7 +199,7 @@ def _other_side(one: socket.socket, port: int) -> Peer | None:
 
 
 def _open_files() -> list[int]:
-    """Numbers of this process's files; none where the system does not tell."""
+    """Returns this process's file descriptors; none where the system does not list them."""
     for folder in ("/proc/self/fd", "/dev/fd"):
         with suppress(OSError):
             return [int(name) for name in os.listdir(folder)]
@@ -221,7 +212,7 @@ def _peer_in(peer: str) -> Peer:
 
 
 def _peer(host: str, port: int) -> Peer:
-    """With an address in one form: IPv4 over a socket of IPv6 is IPv4."""
+    """Returns a peer with its address in one form: IPv4 over an IPv6 socket is IPv4."""
     with suppress(ValueError):
         address = ipaddress.ip_address(host.partition("%")[0])
         mapped = address.ipv4_mapped if address.version == 6 else None
@@ -230,7 +221,7 @@ def _peer(host: str, port: int) -> Peer:
 
 
 def _network_of(host: str) -> str:
-    """What one user has: an address of IPv4, a /64 of IPv6."""
+    """Returns the network that one user has: an IPv4 address, or an IPv6 /64."""
     with suppress(ValueError):
         address = ipaddress.ip_address(host)
         if address.version == 6:

@@ -1,4 +1,4 @@
-"""Dials the hub, and dials again when a stream breaks: gRPC with mutual TLS."""
+"""A site's connection to the hub by gRPC with mutual TLS, which dials again after a break."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from outergrad.star.server import KEEPALIVE, METHOD, SERVICE
 
 _AGAIN_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _FLUSH_S = 2.0
-"""How long a process that ends stays for what it has sent."""
+"""Seconds that a process which ends waits until the hub has what it sent."""
 _OPTIONS = (*KEEPALIVE, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
 _FINAL = {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED}
-"""Dialling again would end in the same way."""
+"""Status codes after which it would be no use to dial again."""
 
 
 class Dialler:
     """Keeps a line connected, from a thread of its own.
 
     Args:
-        line: this.
+        line: of this process.
         address: host and port of the hub.
         kit: of the site.
-        patience_s: how long the hub may be out of reach.
+        patience_s: seconds that the hub may be out of reach.
     """
 
     def __init__(self, line: Line, address: str, kit: Kit, patience_s: float) -> None:
@@ -43,7 +43,6 @@ class Dialler:
         _DIALLERS.add(self)
 
     def _run(self) -> None:
-        """One stream after another, until there is nothing more to say."""
         heard_at, pause_s = time.monotonic(), _AGAIN_S
         while not self._is_done():
             began = time.monotonic()
@@ -61,7 +60,7 @@ class Dialler:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _stream(self) -> tuple[bool, Exception | None]:
-        """One stream to its end: whether the hub has answered, and why it ended."""
+        """Runs one stream to its end; returns whether the hub answered, and the final error."""
         stream, error = Stream(), None
         try:
             with grpc.secure_channel(self._address, self._credentials, _OPTIONS) as channel:
@@ -69,7 +68,7 @@ class Dialler:
                 self._call = call
                 for message in call:
                     self._line.take(stream, message)
-        except Exception as raised:  # whatever it is: nobody may wait for a thread that is gone
+        except Exception as raised:  # of any kind: threads must not wait for this one in vain
             error = raised
         finally:
             self._line.break_off(stream)
@@ -79,7 +78,7 @@ class Dialler:
         return self._ended.is_set() and (self._line.is_flushed or not self._line.is_ready)
 
     def end(self) -> None:
-        """Leaves, when what was sent has arrived; does not wait for it."""
+        """Leaves once the hub has all that was sent, and does not wait for that."""
         self._line.leave()
         self._ended.set()
         threading.Thread(target=self._hang_up, name="star end", daemon=True).start()
@@ -91,7 +90,7 @@ class Dialler:
             self._call.cancel()
 
     def finish(self) -> None:
-        """Leaves, and waits for that."""
+        """Leaves, and waits briefly until the hub has all that was sent."""
         self._line.leave()
         self._ended.set()
         self._hang_up()
@@ -102,7 +101,7 @@ _DIALLERS: weakref.WeakSet[Dialler] = weakref.WeakSet()
 
 
 def finish_all() -> None:
-    """What was sent has to arrive before the process ends."""
+    """Leaves on all lines: what was sent has to arrive before the process ends."""
     for dialler in list(_DIALLERS):
         dialler.finish()
 

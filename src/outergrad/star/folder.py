@@ -35,12 +35,12 @@ _SITES, _ADDRESS, _LOCK = "sites.json", "address", ".lock"
 
 @dataclass(frozen=True)
 class Site:
-    """One that was invited.
+    """A site that was invited.
 
     Attributes:
         name: in its certificate.
-        serial: of its latest certificate: others of its name do not count any more.
-        revoked: whether it may not take part any more.
+        serial: serial number of its latest certificate; earlier ones are void.
+        revoked: whether the site may no longer take part.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Site:
 
 
 class HubFolder:
-    """Reads and writes it.
+    """Reads and writes the folder of a hub.
 
     Args:
         path: of the folder.
@@ -60,21 +60,21 @@ class HubFolder:
         self._lock, self._read = threading.Lock(), (0, 0, 0, ())
 
     def create(self, address: str, hosts: Sequence[str] = ()) -> None:
-        """An authority and a hub.
+        """Creates the folder, with a new authority and a new hub.
 
         Args:
             address: host and port that sites dial.
-            hosts: other names and addresses by which they reach it.
+            hosts: other names and addresses by which sites reach the hub.
 
         Raises:
-            ValueError: the address is none.
-            OSError: there is one already, or it cannot be written.
+            ValueError: the address is not valid.
+            OSError: the folder is not empty, or cannot be written.
         """
         host = host_of(address)
         self.path.mkdir(0o700, parents=True, exist_ok=True)
         if any(self.path.iterdir()):
             raise FileExistsError(errno.EEXIST, "there is something in it already", str(self.path))
-        self.path.chmod(0o700)  # whatever the umask was when it was made
+        self.path.chmod(0o700)  # also a folder that was there before, with whatever mode
         authority = new_authority()
         self._write("authority", authority)
         self._write("hub", new_hub(authority, list(dict.fromkeys([host, *hosts]))))
@@ -82,14 +82,14 @@ class HubFolder:
         self._write_sites([])
 
     def invite(self, name: str, days: int = DAYS) -> Kit:
-        """A kit for a site. One that it had before does not count any more.
+        """Makes a kit for a site, which replaces an earlier one.
 
         Args:
             name: of the site.
-            days: how long it holds.
+            days: validity of the certificate, days.
 
         Raises:
-            ValueError: the name cannot be.
+            ValueError: the name is not valid.
             OSError: this is no folder of a hub.
         """
         authority = self.identity("authority")
@@ -99,15 +99,15 @@ class HubFolder:
         return self._kit(name, identity.key, identity.certificate)
 
     def sign(self, request: Request, days: int = DAYS, replaces: bool = False) -> Kit:
-        """A kit without its key for a site that has made that itself.
+        """Makes a kit without a key, for a site that has made its key itself.
 
         Args:
             request: of the site.
-            days: how long it holds.
-            replaces: whether a kit that a site of this name has, or had, is meant to count no more.
+            days: validity of the certificate, days.
+            replaces: whether the kit may replace one that a site of this name has, or had.
 
         Raises:
-            ValueError: there is such a site.
+            ValueError: there is such a site, and `replaces` is False.
             OSError: this is no folder of a hub.
         """
         certificate = signed_site(self.identity("authority"), request, days)
@@ -123,7 +123,7 @@ class HubFolder:
         return self._kit(request.site, "", certificate)
 
     def _add(self, site: Site, days: int) -> None:
-        serial = str(site.serial)  # longer than numbers of JSON are read
+        serial = str(site.serial)  # as text: many readers of JSON round so long a number
         about = {"site": site.name, "serial": serial, "days": days}
         note(self.log_file, self.identity("hub"), "invited", **about)
         self._write_sites(({one.name: one for one in self.sites()} | {site.name: site}).values())
@@ -134,11 +134,11 @@ class HubFolder:
 
     @property
     def authority_certificate(self) -> str:
-        """By which sites know the hub, PEM."""
+        """Certificate by which sites know the hub, PEM."""
         return (self.path / _CERTIFICATES["authority"]).read_text()
 
     def revoke(self, name: str) -> None:
-        """A site may not take part any more; a hub that runs hears of it.
+        """Revokes a site, which may no longer take part; a running hub notices it.
 
         Raises:
             ValueError: there is no such site.
@@ -155,9 +155,9 @@ class HubFolder:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """One command at a time changes the list, or an invitation could undo a revocation."""
+        """Locks the list of sites: with two writers, an invitation could undo a revocation."""
         path = self.path / _SITES
-        with path.open("rb"):  # an error names it, where this is no folder of a hub
+        with path.open("rb"):  # where this is no folder of a hub, the error names this file
             pass
         opened = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -170,7 +170,7 @@ class HubFolder:
             os.close(opened)
 
     def sites(self) -> Sequence[Site]:
-        """All that were invited, in that order."""
+        """Returns all sites that were invited, in that order."""
         path = self.path / _SITES
         with self._lock:
             now = path.stat()
@@ -180,33 +180,33 @@ class HubFolder:
             return self._read[3]
 
     def site(self, name: str) -> Site | None:
-        """One that may take part."""
+        """Returns the site of this name; None if it may not take part."""
         return next((s for s in self.sites() if s.name == name and not s.revoked), None)
 
     def identity(self, of: str) -> Identity:
-        """Of the "authority" or the "hub".
+        """Returns the identity of the "authority" or the "hub".
 
         Raises:
             ValueError: others on this machine may read its key.
-            OSError: it is not there.
+            OSError: the identity is not there.
         """
         key, certificate = self.path / _KEYS[of], self.path / _CERTIFICATES[of]
         refuse_open_to_others(key, "the key")
         return Identity(key.read_text(), certificate.read_text())
 
     def forget_keys(self) -> None:
-        """Removes what it signs with: the log can still be checked."""
+        """Removes the private keys; the log can still be checked without them."""
         for key in _KEYS.values():
             (self.path / key).unlink(missing_ok=True)
 
     @property
     def certificate_file(self) -> Path:
-        """Of the hub: whoever has it can check the log."""
+        """Certificate of the hub, with which anybody can check the log."""
         return self.path / _CERTIFICATES["hub"]
 
     @property
     def log_file(self) -> Path:
-        """Of what happened."""
+        """The hub's log."""
         return self.path / "log.jsonl"
 
     def _write(self, of: str, identity: Identity) -> None:
@@ -219,10 +219,10 @@ class HubFolder:
 
 
 def host_of(address: str) -> str:
-    """The host in an address.
+    """Returns the host in an address.
 
     Raises:
-        ValueError: it has no port.
+        ValueError: the address has no port.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():

@@ -1,4 +1,4 @@
-"""Frames: what travels between a site and the hub, and nothing that needs a pickle to be read."""
+"""Frames, the messages between a site and the hub, which are read without pickle."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 MAGIC, VERSION = b"OGST", 1
 MOST_BYTES = 1 << 20
-"""Of the payload of a frame."""
+"""Most bytes of the payload of a frame."""
 MOST_MESSAGE_BYTES = MOST_BYTES + (1 << 16)
-"""Of the frames that travel as one message of gRPC."""
+"""Most bytes of a gRPC message, which holds one or more frames."""
 LANES = 8
 ALL = 0xFFFF
-"""In the place of a recipient, whoever it is for; in that of a sender, the hub."""
+"""Rank in place of a recipient, if there is no single one; as a sender, the hub."""
 
 _HEADER = struct.Struct("!4sBBBBQQQHHQQII")
 HEADER_BYTES = _HEADER.size
@@ -23,67 +23,67 @@ _LEAST_CHUNK, _FIRST_CHUNK, _ALIGNED = 1 << 16, 1 << 14, 64
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """The kinds of frames."""
 
     HELLO = 1
-    """A site's first on a stream: which process it is, and how far it has heard."""
+    """Greeting of a site, its first frame on a stream (`greetings.Hello`)."""
     WELCOME = 2
-    """The hub's first: rank, sites, and how far it has heard."""
+    """Greeting of the hub, its first frame on a stream (`greetings.Welcome`)."""
     ACK = 3
-    """How far the other side has been heard, and what may be sent."""
+    """Number of the last frame received, and how much the other side may send."""
     READY = 4
-    """All sites are there."""
+    """The run begins."""
     GATHER = 5
-    """For all other sites."""
+    """Part of a message for all other sites."""
     EACH = 6
-    """For one other site."""
+    """Part of a message for one other site."""
     SUM = 7
-    """To be added up; what comes back is the sum."""
+    """Part of a tensor to be summed; the hub answers with the sum."""
     TEXT = 8
-    """Left for all other sites, under a name."""
+    """Text for all other sites, under a name."""
     GONE = 9
     """The sender leaves, or is lost."""
     FAULT = 10
-    """The run cannot go on, and why."""
+    """The run cannot go on; the payload says why."""
     FIRST = 11
-    """To be written on the board, unless something stands there."""
+    """Text to be written into a slot of the board, unless it is written."""
     PUT = 12
-    """To be written on the board, over what stands there."""
+    """Content, or a piece of one, to be written into a slot of the board, unless it is written."""
     GET = 13
-    """Asks what stands on the board."""
+    """Question for the content of a slot of the board."""
     ANSWER = 14
-    """What stands on the board then; `number` is that of the question."""
+    """The content that the slot then has; `number` is that of the question."""
     PART = 15
     """The sender took part in some steps: for the log."""
     INVITED = 16
-    """Those that train take the site in: their run, and who takes part then."""
+    """The sites that train admit the site: their run, and who takes part afterwards."""
 
 
 UNNUMBERED = frozenset({Kind.HELLO, Kind.WELCOME, Kind.ACK})
-"""Not repeated where a stream breaks, and so without a number in its order."""
+"""Kinds that are not sent again after a stream breaks, and so have no sequence number."""
 DATA = frozenset({Kind.GATHER, Kind.EACH, Kind.SUM})
 
 
 class MalformedError(ValueError):
-    """Bytes are not what a site, or the hub, sends."""
+    """Bytes that neither a site nor the hub sends."""
 
 
 class Frame(NamedTuple):
     """A message, or a chunk of one.
 
     Attributes:
-        kind: what it is.
+        kind: of the frame.
         payload: at most `MOST_BYTES`.
-        lane: of the collective; each has its own order.
-        dtype: of a sum, as in `sums.DTYPES`.
-        run: which the sites have agreed on by the hub.
-        sequence: counts the frames from this side to the other.
-        number: of the collective in its lane.
-        sender: rank of a site.
-        recipient: rank of a site.
+        lane: of the collective; each lane has its own order.
+        dtype: of a sum, as an index into `sums.DTYPES`.
+        run: number of the run, given by the hub.
+        sequence: number of the frame, counted from this side to the other.
+        number: index of the collective in its lane, or number of a question.
+        sender: rank of a site, or `ALL`.
+        recipient: rank of a site, or `ALL`.
         offset: of the payload in the whole message, bytes.
         total: bytes of the whole message.
-        checksum: of the payload, where it is known.
+        checksum: CRC-32 of the payload, if it is known already.
     """
 
     kind: Kind
@@ -100,11 +100,11 @@ class Frame(NamedTuple):
     checksum: int | None = None
 
     def packed(self) -> bytes:
-        """As it travels."""
+        """Returns the frame as bytes."""
         return packed([self])
 
     def header(self) -> bytes:
-        """What stands before the payload."""
+        """Returns the bytes before the payload."""
         checksum = zlib.crc32(self.payload) if self.checksum is None else self.checksum
         return _HEADER.pack(
             *(MAGIC, VERSION, self.kind, self.lane, self.dtype, self.run, self.sequence),
@@ -114,15 +114,15 @@ class Frame(NamedTuple):
 
 
 def packed(frames: Iterable[Frame]) -> bytes:
-    """A message of gRPC."""
+    """Returns frames as one gRPC message."""
     return b"".join(part for frame in frames for part in (frame.header(), frame.payload))
 
 
 def unpacked(message: bytes) -> list[Frame]:
-    """The frames of a message of gRPC.
+    """Returns the frames of a gRPC message.
 
     Raises:
-        MalformedError: it is not made of frames.
+        MalformedError: the message is not made of frames.
     """
     frames, whole, at = [], memoryview(message), 0
     while at < len(message) or not frames:
@@ -161,22 +161,19 @@ def _checked(kind: int, payload: memoryview, *fields: int) -> Frame:
 
 
 def chunk_bytes(total: int) -> int:
-    """How long the parts of a message are, as equal as can be; the same on all sites.
+    """Returns the bytes of a message's parts, as equal as can be, the same on all sites.
 
-    Short ones travel on while the next are under way; of long messages they are longer, as each
-    costs some work.
+    The hub relays short parts while the next are under way. Parts of long messages are longer, as
+    each part costs some work.
     """
     count = -(-total // max(_LEAST_CHUNK, min(MOST_BYTES, total // 32)))
     return -(-total // count // _ALIGNED) * _ALIGNED
 
 
 def growing_chunk_bytes(offset: int) -> int:
-    """How long a part is of a message that leaves the hub several times as often as it comes.
+    """Returns the bytes of the part at `offset` of a message that the hub sends to several sites.
 
-    The line out of the hub is busy from the first part on, which therefore is short. While it
+    The line out of the hub is busy from the first part on, which therefore is short. While the hub
     sends a part to all, one that is twice as long comes in.
-
-    Args:
-        offset: of the part.
     """
     return min(MOST_BYTES, offset + _FIRST_CHUNK)

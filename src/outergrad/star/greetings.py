@@ -1,4 +1,4 @@
-"""What a site and the hub say first on a stream."""
+"""The greetings of a site and of the hub, their first frames on a stream."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _LONGEST_HELLO = 1 << 16
 
 @dataclass(frozen=True)
 class Hello:
-    """What a site says first.
+    """The greeting of a site.
 
     Attributes:
-        instance: of its process.
-        run: that it is in, 0 if in none.
-        heard: number of the last frame that it has.
-        after: the run that it goes on from with some of the sites; 0 where it begins anew.
-        sites: names of those that go on, in the order of their ranks.
+        instance: random identifier of its process.
+        run: number of the run that it is in; 0 if in none.
+        heard: number of the last frame that it has received.
+        after: number of the run from which it goes on with some of the sites; 0 to begin anew.
+        sites: names of the sites that go on, in rank order.
     """
 
     instance: str
@@ -31,15 +31,15 @@ class Hello:
     sites: Sequence[str] = ()
 
     def frame(self) -> Frame:
-        """As it travels."""
+        """Returns the greeting as a frame."""
         return Frame(Kind.HELLO, json.dumps(vars(self)).encode())
 
     @staticmethod
     def of(frame: Frame) -> Hello:
-        """As it came.
+        """Reads a greeting from a frame.
 
         Raises:
-            MalformedError: it is none.
+            MalformedError: it is no greeting.
         """
         if len(frame.payload) > _LONGEST_HELLO:
             raise MalformedError(f"a greeting of {len(frame.payload)} bytes")
@@ -66,15 +66,15 @@ class Hello:
 
 @dataclass(frozen=True)
 class Welcome:
-    """What the hub answers.
+    """The greeting of the hub, which answers that of a site.
 
     Attributes:
-        run: which the site is in.
+        run: number of the run that the site is in.
         rank: of the site.
-        names: of all sites.
-        heard: number of the last frame that the hub has of it.
-        grace_s: how long a site may be away.
-        epoch: how many runs there were of which this one is the continuation.
+        names: of all sites, in rank order.
+        heard: number of the last frame that the hub has received from the site.
+        grace_s: seconds that a site may be away.
+        epoch: number of earlier runs that this one continues.
     """
 
     run: int
@@ -85,10 +85,10 @@ class Welcome:
     epoch: int = 0
 
     def frame(self) -> Frame:
-        """As it travels."""
+        """Returns the greeting as a frame."""
         return Frame(Kind.WELCOME, json.dumps(vars(self)).encode())
 
     @staticmethod
     def of(frame: Frame) -> Welcome:
-        """As it came."""
+        """Reads a greeting from a frame."""
         return Welcome(**json.loads(bytes(frame.payload)))

@@ -1,4 +1,4 @@
-"""The hub: which sites are there, in which runs, and whose lines stand. It knows of no network."""
+"""The hub's runs, sites and streams, independent of the network."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from outergrad.star.member import Member, Stream
 from outergrad.star.run import Run, Told
 
 GRACE_S = 0.8
-"""How long a site may be away before the others are told that it is lost."""
+"""Seconds that a site may be away before the others are told that it is lost."""
 _COMES_S = 4.0
-"""How long sites that go on together may differ in having agreed on it, besides."""
+"""Seconds, besides the grace, between the first and the last site that go on together."""
 _BATCH_BYTES = 1 << 18
 
 
@@ -23,12 +23,12 @@ class RefusedError(Exception):
 
 
 class Hub:
-    """Relays between the sites, and adds up.
+    """Relays messages between the sites, and sums.
 
     Args:
-        names: of the sites, in the order of their ranks.
-        tell: hears what happens: its name, and facts of it.
-        grace_s: how long a site may be away before the others are told that it is lost.
+        names: of the sites, in rank order.
+        tell: called with the name of each event, and its facts.
+        grace_s: seconds that a site may be away before the others are told that it is lost.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class Hub:
         self._count = 0
 
     def enter(self, name: str, hello: Hello, peer: str = "") -> tuple[Run, Member, Stream]:
-        """A stream of a site begins.
+        """Begins a stream of a site.
 
         Args:
-            name: of its certificate.
-            hello: what it says.
-            peer: address from which it comes.
+            name: of the site, in its certificate.
+            hello: greeting of the site.
+            peer: address of the site.
 
         Raises:
-            RefusedError: it may not take part.
-            MalformedError: it says what cannot be.
+            RefusedError: the site may not take part.
+            MalformedError: the greeting says that it has a frame that was never sent.
         """
         with self._lock:
             if name not in self._names:
@@ -66,7 +66,7 @@ class Hub:
             return run, member, stream
 
     def _known(self, name: str, hello: Hello) -> tuple[Run, Member] | None:
-        """The member that comes back."""
+        """Returns the run and the member of a process that comes back; None for a new process."""
         for run in self._runs:
             for member in run.members.values():
                 if (member.name, member.instance) == (name, hello.instance):
@@ -78,7 +78,7 @@ class Hub:
         return None
 
     def _new(self, name: str, hello: Hello, peer: str) -> tuple[Run, Member]:
-        """A process that was not there before; another of the same site has ended by that."""
+        """Adds a process that was not there before; another of the same site has ended by that."""
         run = self._run_after(name, hello) if hello.after else self._run_from_the_start(name)
         member = Member(name, run.names.index(name), hello.instance, self._lock)
         run.join(member, peer)
@@ -92,7 +92,7 @@ class Hub:
         return next(open_to, None) or self._new_run(self._names)
 
     def _run_after(self, name: str, hello: Hello) -> Run:
-        """In which sites go on that have agreed on it. The run before is left in order."""
+        """Returns the run in which sites go on by agreement; the site leaves the previous one."""
         for run in self._runs:
             own = run.member_of(name)
             if own is not None and (run.number == hello.after or own in run.waiting):
@@ -112,7 +112,7 @@ class Hub:
         )
 
     def _check_going_on(self, name: str, hello: Hello, before: Run) -> None:
-        """By what the sites have agreed on, which stands on the board of the run before."""
+        """Raises unless these sites agreed to go on, on the board of the previous run."""
         is_in_both = before.member_of(name) is not None and name in hello.sites
         if not is_in_both or before.goes_on_with() != list(hello.sites):
             raise RefusedError(
@@ -130,14 +130,7 @@ class Hub:
         return run
 
     def leave(self, run: Run, member: Member, stream: Stream, refusal: str = "") -> None:
-        """A stream ended; the site may come back.
-
-        Args:
-            run: which the site is in.
-            member: the site.
-            stream: this.
-            refusal: why the hub ended it, if it did.
-        """
+        """Ends a stream, because of `refusal` if the hub ended it; the site may come back."""
         with self._lock:
             if refusal:
                 self._tell("refused", run=run.number, site=member.name, why=refusal)
@@ -145,10 +138,10 @@ class Hub:
                 self._tell("away", run=run.number, site=member.name)
 
     def take(self, run: Run, member: Member, stream: Stream, message: bytes) -> None:
-        """What came on a stream.
+        """Takes a message that came on a stream.
 
         Raises:
-            MalformedError: no site sends that.
+            MalformedError: no site sends such a message.
         """
         frames = unpacked(message)
         with self._lock:
@@ -157,7 +150,7 @@ class Hub:
                     run.take(member, frame)
 
     def messages(self, run: Run, member: Member, stream: Stream) -> Iterator[bytes]:
-        """What goes out on a stream, until it ends."""
+        """Yields the messages to send on a stream, until it ends."""
         with self._lock:
             own = run.number, member.rank, run.names, member.pipe.heard
             welcome = Welcome(*own, self._grace_s, run.epoch)
@@ -177,10 +170,10 @@ class Hub:
         return packed(frames)
 
     def watch(self, why_not: Callable[[Member], str] = lambda member: "") -> None:
-        """Looks after the lines; to be called some times per second.
+        """Checks all runs for lost, waiting and absent sites; to be called several times a second.
 
         Args:
-            why_not: why a site may take part no more; empty if it may.
+            why_not: returns why a site may no longer take part; empty if it may.
         """
         now = time.monotonic()
         with self._lock:
@@ -198,11 +191,7 @@ class Hub:
             self._runs = [run for run in self._runs if not _is_over(run)]
 
     def end_all(self, why: str) -> None:
-        """Ends all runs: the hub cannot do its work any more.
-
-        Args:
-            why: so.
-        """
+        """Ends all runs because the hub cannot do its work any more, for the reason `why`."""
         with self._lock:
             for run in self._runs:
                 for member in list(run.members.values()):
@@ -213,7 +202,6 @@ class Hub:
             self._runs = []
 
     def _lose(self, run: Run, member: Member, why: str) -> None:
-        """For good."""
         run.leave(member, why)
         member.has_left = False
         if member.stream is not None:

@@ -1,4 +1,4 @@
-"""The hub's log: what happened, in lines each of which is signed and names the one before."""
+"""The hub's log, whose lines are signed and hold the digest of the line before."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class TamperedError(ValueError):
 
 
 class Journal:
-    """Appends to a log, behind what is there; several processes may, in turns.
+    """Appends lines to a log, to which other processes may append as well.
 
-    A line is there as a whole or not at all. Where it cannot be written, as on a full disk, what
-    is there of it is cut off, and `failure` says why until a line can be written again: that then
+    A line is written as a whole or not at all. If it cannot be written, as on a full disk, its
+    beginning is cut off, and `failure` says why until a line can be written again: this line then
     says how many are missing. Half a line at the end, of a hub that was killed or a machine that
     lost power, is cut off too, and a line says so.
 
     Args:
         path: of the file.
-        identity: whose key signs.
+        identity: the identity that signs.
 
     Raises:
-        OSError: it cannot be opened, or is none of whole lines and cannot be cut.
-        TamperedError: its last line is none.
+        OSError: the file cannot be opened, or half a line at its end cannot be cut off.
+        TamperedError: its last line cannot be read.
 
     Attributes:
         failure: why the last line could not be written; empty if it was.
@@ -68,23 +68,18 @@ class Journal:
             raise
 
     def write(self, what: str, **facts: Any) -> None:
-        """Appends a line, if that can be.
-
-        Args:
-            what: happened.
-            **facts: of it.
-        """
+        """Appends a line about an event and its facts, or counts it as missing if it cannot."""
         with self._lock, _alone(self._file):
             if not self._try(lambda: self._append(what, facts)):
                 self._missing += 1
 
     def try_again(self) -> bool:
-        """Whether lines can be written, after it is tried again if the last one could not."""
+        """True if lines can be written; tries again if the last one could not."""
         with self._lock, _alone(self._file):
             return not self.failure or self._try(lambda: None)
 
     def _try(self, write: Callable[[], None]) -> bool:
-        """Whether it could be written, behind what else there is to say."""
+        """Writes, after lines about cut or missing ones; returns whether that was possible."""
         try:
             self._find_place()
             if self._cut:
@@ -104,7 +99,7 @@ class Journal:
         return True
 
     def _find_place(self) -> None:
-        """Looks where the next line goes, unless nothing was written since."""
+        """Finds the place of the next line, unless the file is as long as this process left it."""
         size = os.fstat(self._file).st_size
         if size == self._end:
             return
@@ -129,7 +124,7 @@ class Journal:
         self._index, self._before = self._index + 1, _digest(line)
 
     def close(self) -> None:
-        """Closes the file; what is written later is lost."""
+        """Closes the file; lines that are written later are lost."""
         with self._lock:
             file, self._file = self._file, _CLOSED
             if file != _CLOSED:
@@ -138,7 +133,7 @@ class Journal:
 
 @contextmanager
 def _alone(file: int) -> Iterator[None]:
-    """No other process writes meanwhile, where the system can lock a file."""
+    """Locks a file against other processes, where the system can."""
     with suppress(OSError, AttributeError):
         fcntl.flock(file, fcntl.LOCK_EX)
     try:
@@ -159,12 +154,12 @@ def note(path: Path, identity: Identity, what: str, **facts: Any) -> None:
     Args:
         path: of the log.
         identity: of the hub.
-        what: happened.
-        **facts: of it.
+        what: name of the event.
+        **facts: facts of the event.
 
     Raises:
-        OSError: it cannot be written.
-        TamperedError: the last line of the log is none.
+        OSError: the log cannot be written.
+        TamperedError: the last line of the log cannot be read.
     """
     journal = Journal(path, identity)
     try:
@@ -176,10 +171,10 @@ def note(path: Path, identity: Identity, what: str, **facts: Any) -> None:
 
 
 def verified(path: Path, certificate: str) -> Iterator[dict[str, Any]]:
-    """The lines of a log, each after it was checked.
+    """Yields the lines of a log, each after it was checked.
 
-    What was cut off at the end cannot be seen in the log alone: compare the digest of the last
-    line, or its index, with what was noted elsewhere.
+    The log alone does not show that lines were cut off at its end: compare the digest of the last
+    line, or its index, with one that was noted elsewhere.
 
     Args:
         path: of the file.
@@ -238,7 +233,7 @@ def _digest(line: str) -> str:
 
 
 def _last_line(file: int, size: int) -> tuple[str | None, bytes]:
-    """The last whole line, and what stands behind it: a line is whole that ends."""
+    """Returns the last line that ends in a newline, and the bytes behind it."""
     end, found = size, b""
     while end and found.count(b"\n") < 2:
         begin = max(0, end - _BLOCK)

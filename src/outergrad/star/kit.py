@@ -1,4 +1,4 @@
-"""A site's kit: one file with all that it needs to reach the hub and prove who it is."""
+"""A site's kit: one file with all that it needs to reach the hub and prove its identity."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 @dataclass(frozen=True)
 class Kit:
-    """What `outergrad hub invite` writes; or `outergrad hub sign`, then without the key.
+    """The kit that `outergrad hub invite` writes, or `outergrad hub sign`, then without the key.
 
     Attributes:
-        site: its name.
-        hub: host and port.
-        key: private key of the site, PEM; empty where the site has it in a file of its own.
+        site: name of the site.
+        hub: host and port of the hub.
+        key: private key of the site, PEM; empty if the site has it in a file of its own.
         certificate: of the site, PEM.
-        authority: certificate of whoever signs them all, PEM.
+        authority: certificate of the authority that signs all others, PEM.
     """
 
     site: str
@@ -40,24 +40,24 @@ class Kit:
 
     @property
     def identity(self) -> Identity:
-        """Key and certificate."""
+        """The site's key and certificate."""
         return Identity(self.key, self.certificate)
 
     @property
     def authority_fingerprint(self) -> str:
-        """Of the key that signs all certificates of the star."""
+        """Fingerprint of the key that signs all certificates of the star."""
         return fingerprint_of(read_certificate(self.authority).public_key())
 
     def write(self, path: Path) -> None:
-        """Into a file that its owner alone may read.
+        """Writes the kit into a new file that its owner alone may read.
 
         Raises:
-            OSError: it is there, or cannot be written.
+            OSError: the file exists, or cannot be written.
         """
         write_secret(path, json.dumps({"outergrad kit": 1, **vars(self)}, indent=1) + "\n")
 
     def joined(self, key: str) -> Kit:
-        """With the key that the site made itself.
+        """Returns the kit with the key that the site made itself.
 
         Raises:
             ValueError: the certificate is not for this key, or not of this site and authority.
@@ -72,11 +72,11 @@ class Kit:
 
 
 def read_kit(path: str | os.PathLike[str]) -> Kit:
-    """From a file.
+    """Reads a kit from a file.
 
     Raises:
-        ValueError: there is none, it cannot be read, it has no key, or others on this machine may
-            read it, too.
+        ValueError: there is no file, it cannot be read, it has no key, or others on this machine
+            may read it, too.
     """
     kit = read_signed(path)
     refuse_open_to_others(path, "the kit")
@@ -86,10 +86,10 @@ def read_kit(path: str | os.PathLike[str]) -> Kit:
 
 
 def read_signed(path: str | os.PathLike[str]) -> Kit:
-    """From a file that need not have the key.
+    """Reads a kit, which need not have the key, from a file.
 
     Raises:
-        ValueError: there is none, or it cannot be read.
+        ValueError: there is no file, or it cannot be read.
     """
     try:
         told = json.loads(Path(path).read_text())
@@ -103,15 +103,15 @@ def read_signed(path: str | os.PathLike[str]) -> Kit:
 
 
 def refuse_open_to_others(path: str | os.PathLike[str], what: str) -> None:
-    """Checks that a file is its owner's alone.
+    """Raises if others than its owner may read a file.
 
     Args:
         path: of the file.
-        what: it is.
+        what: name of the file, for the error.
 
     Raises:
-        ValueError: others on this machine may read it.
-        OSError: it is not there.
+        ValueError: others on this machine may read the file.
+        OSError: the file is not there.
     """
     if os.name == "posix" and os.stat(path).st_mode & _OTHERS:
         raise ValueError(f"others on this machine may read {what} {path}: chmod 600 {path}")

@@ -1,4 +1,4 @@
-"""A site's line to the hub: what goes over it is kept through as many streams as it takes."""
+"""A site's line to the hub, whose messages survive the end of any stream."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from outergrad.star.window import WINDOW_BYTES, Window, cost_of, heard_in
 _BATCH_BYTES = 1 << 16
 _ACK_BYTES = WINDOW_BYTES // 8
 _WAIT_S = 1.0
-"""Nobody waits for longer without looking."""
+"""Longest wait, seconds, after which a thread looks again."""
 
 
 class Line(Telling):
-    """One process's place in a run; knows of no network (`dial.py` does).
+    """The state of a process in a run, independent of the network (see `dial.py`).
 
     Args:
-        after: the run that some of its sites go on from; 0 where a run begins anew.
-        sites: names of those that go on.
+        after: number of the run from which some of its sites go on; 0 to begin anew.
+        sites: names of the sites that go on.
 
     Attributes:
-        rank: of this site, once welcome.
-        names: of all sites, in the order of ranks.
-        run: number of the run, once welcome.
-        epoch: how many runs there were of which this one is the continuation.
+        rank: of this site, once the hub has answered.
+        names: of all sites, in rank order, once the hub has answered.
+        run: number of the run, once the hub has answered.
+        epoch: number of earlier runs that this one continues.
     """
 
     def __init__(self, after: int = 0, sites: Sequence[str] = ()) -> None:
@@ -57,27 +57,27 @@ class Line(Telling):
         self._owed, self._hurried = 0, False
         self._moved_at = 0.0
         self.failure: ExchangeError | None = None
-        """Why nothing can come any more."""
+        """Error after which nothing can come any more."""
         self.is_ready = False
         self.invitation: tuple[int, Sequence[str]] | None = None
-        """The run that takes this site in, and who takes part then, if one does."""
+        """Run that admits this site, and the names of the sites that then take part."""
         self.has_left = False
         self.gone: dict[int, str] = {}
-        """Sites that left or are lost, and why."""
+        """Reasons why sites left or are lost, by rank."""
         self.texts: dict[tuple[int, str], str] = {}
-        """What sites have left, by rank and name."""
+        """Texts that sites have left, by rank and name."""
 
-    # -- what streams do ---------------------------------------------------------------------------
+    # -- for streams -------------------------------------------------------------------------------
 
     def hello(self) -> bytes:
-        """The first message on a stream."""
+        """Returns the first message on a stream."""
         with self.changed:
             run = self.run if self.is_ready else 0
             going_on = self._after, self._sites
             return Hello(self.instance, run, self._pipe.heard, *going_on).frame().packed()
 
     def messages(self, stream: Stream) -> Iterator[bytes]:
-        """What goes out on a stream, until it ends."""
+        """Yields the messages to send on a stream, until it ends."""
         yield self.hello()
         while (message := self._next(stream)) is not None:
             yield message
@@ -100,10 +100,10 @@ class Line(Telling):
         return self._hurried or self._owed >= _ACK_BYTES
 
     def take(self, stream: Stream, message: bytes) -> None:
-        """What came on a stream.
+        """Takes a message that came on a stream.
 
         Raises:
-            MalformedError: no hub sends that.
+            MalformedError: no hub sends such a message.
         """
         frames = unpacked(message)
         with self.changed:
@@ -151,33 +151,28 @@ class Line(Telling):
             self.failure = self.failure or ExchangeError(printable(_text(frame)), sites)
 
     def break_off(self, stream: Stream) -> None:
-        """A stream ended."""
+        """Notes that a stream has ended."""
         with self.changed:
             stream.is_over = True
             self.changed.notify_all()
 
     def fail(self, why: str) -> None:
-        """The hub cannot be reached any more, for good."""
+        """Notes that the hub is out of reach for good."""
         with self.changed:
             told = ExchangeError(why, kind=Failure.TRANSPORT)
             self.failure = self.failure or told
             self.changed.notify_all()
 
-    # -- what collectives do -----------------------------------------------------------------------
+    # -- for collectives ---------------------------------------------------------------------------
 
     def place(self, kind: Kind, lane: int, dtype: int = 0) -> Place:
-        """The next collective of a lane."""
+        """Returns the place of the next collective in a lane."""
         with self.changed:
             self._numbers[lane] += 1
             return Place(kind, lane, self._numbers[lane], dtype)
 
     def expect(self, place: Place, sizes: Mapping[int, int]) -> Arrival:
-        """Gets ready for messages.
-
-        Args:
-            place: of the collective.
-            sizes: bytes from each sender.
-        """
+        """Prepares to receive the messages of a collective, of `sizes` bytes from each sender."""
         with self.changed:
             arrival = self._arrivals[place.lane, place.number]
             self._early.ask(sizes, arrival.early_bytes())
@@ -189,8 +184,8 @@ class Line(Telling):
 
         Args:
             place: of the collective.
-            payload: not changed any more.
-            recipient: for whom, where it is not for all.
+            payload: bytes, which must not change any more.
+            recipient: rank of a single recipient, if it is not for all.
         """
         with self.changed:
             self._raise_failure()
@@ -207,10 +202,10 @@ class Line(Telling):
             self.changed.notify_all()
 
     def wait(self, place: Place, arrival: Arrival, patience_s: float) -> dict[int, np.ndarray]:
-        """Until all messages of a collective are there; for as long as something moves.
+        """Waits for all messages of a collective, as long as something moves, and returns them.
 
         Raises:
-            ExchangeError: they will not come.
+            ExchangeError: a message will not come.
         """
         began = time.monotonic()
         with self.changed:
@@ -232,6 +227,7 @@ class Line(Telling):
             now = time.monotonic()
             if arrival.changes != seen:
                 since, seen = now, arrival.changes
+            # An acknowledgement of this site's own messages counts as movement, too.
             left = max(since, self._moved_at) + patience_s - now
             if left <= 0:
                 sites = () if ALL in missing else tuple(sorted(missing))

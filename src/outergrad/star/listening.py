@@ -1,11 +1,11 @@
-"""Whether a hub can listen where it is asked to, before gRPC tells of it in its own way."""
+"""A check that a hub can listen on its address, with a clearer error than gRPC's."""
 
 import os
 import socket
 
 
 def refuse_taken(listen: str) -> None:
-    """Opens the port for a moment.
+    """Raises if the port cannot be used, by opening it for a moment.
 
     Args:
         listen: Address and port of this machine, as ``[::]:8443``; port 0 is always free.

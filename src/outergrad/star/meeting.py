@@ -1,4 +1,4 @@
-"""How the sites of a star meet: all are there, and tell each other what each has to know first."""
+"""The meeting of a star's sites: they wait for each other, and exchange texts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 def wait_until_ready(line: Line, wait_s: float) -> None:
-    """Until all sites are there, or those that train take this one in.
+    """Waits until all sites are connected, or the sites that train admit this one.
 
     Raises:
-        RuntimeError: they have not come, or the hub cannot be reached.
+        RuntimeError: some have not come in time, or the hub cannot be reached.
     """
     if line.wait_for(lambda: line.is_ready or line.invitation is not None, wait_s):
         return
@@ -28,17 +28,17 @@ def wait_until_ready(line: Line, wait_s: float) -> None:
 def exchange_texts(
     line: Line, name: str, text: str, wait_s: float, *, of_gone: bool = True
 ) -> dict[int, str]:
-    """Those that all other sites leave under the same name, by rank.
+    """Leaves a text for all other sites; returns those that they leave under its name, by rank.
 
     Args:
         line: of this process.
-        name: of the texts.
-        text: this site's.
-        wait_s: how long to wait.
-        of_gone: whether it is an error if a site is gone that has left none.
+        name: of the texts, the same on all sites.
+        text: of this site.
+        wait_s: timeout, seconds.
+        of_gone: whether it is an error if a site is gone without a text.
 
     Raises:
-        RuntimeError: they do not.
+        RuntimeError: a text has not come.
     """
     line.leave_text(name, text)
     others = [rank for rank in range(len(line.names)) if rank != line.rank]

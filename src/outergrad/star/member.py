@@ -1,4 +1,4 @@
-"""A site as the hub knows it: its place in a run, what it is owed, and whether its line stands."""
+"""The hub's state of a site in a run: its frames under way, its acknowledgements, its stream."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from outergrad.star.pipe import Pipe
 from outergrad.star.window import WINDOW_BYTES, Window, cost_of, heard_in
 
 _ACK_BYTES = WINDOW_BYTES // 8
-"""An acknowledgement that nothing else carries is sent after so much."""
+"""Bytes received after which an acknowledgement is sent by itself."""
 _MOST_UNHEARD = 64
-"""Answers on their way to a site; each of its threads waits for one."""
+"""Most answers on their way to a site; each of its threads waits for one."""
 
 
 class Stream:
-    """One stream of a site; a later one takes its place."""
+    """One stream of a site, which a later one replaces."""
 
     def __init__(self) -> None:
         self.refusal = ""
-        """Why the hub ended it, if it did."""
+        """Reason why the hub ended the stream; empty if it did not."""
 
 
 class Member:
-    """A process of a site in a run. Whoever calls its methods holds the lock of the hub.
+    """A process of a site in a run; callers hold the lock of the hub.
 
     Args:
         name: of the site, from its certificate.
-        rank: its place among the sites.
-        instance: drawn by the process: another one is another member.
+        rank: of the site.
+        instance: random identifier of the process: another one is another member.
         lock: of the hub.
     """
 
@@ -40,25 +40,20 @@ class Member:
         self.stream: Stream | None = None
         self.away_since: float | None = time.monotonic()
         self.has_left = False
-        """Whether it said that it leaves; it may still hear what others left for it."""
+        """True if the site said that it leaves; it may still receive what others left for it."""
         self.is_gone = False
-        """Whether the others were told so, for one reason or another."""
+        """True if the others were told that the site is gone, for whatever reason."""
         self._owed, self._hurried = 0, False
         self._unheard = 0
 
     def begin(self, stream: Stream, heard: int) -> None:
-        """A new stream takes over.
-
-        Args:
-            stream: this.
-            heard: number of the last frame that the site has.
-        """
+        """Begins a new stream in place of the one before; the site has all frames up to `heard`."""
         self.pipe.resume(heard)
         self.stream, self.away_since = stream, None
         self.changed.notify_all()
 
     def end(self, stream: Stream, refusal: str = "") -> bool:
-        """A stream ended; returns whether it was the one that counts."""
+        """Ends a stream; returns whether it was the current one."""
         stream.refusal = stream.refusal or refusal
         is_current = self.stream is stream
         if is_current:
@@ -67,20 +62,15 @@ class Member:
         return is_current
 
     def push(self, frame: Frame, taken: Taken | None = None) -> None:
-        """Sends it a frame.
-
-        Args:
-            frame: this.
-            taken: what waits for that.
-        """
+        """Sends the site a frame, whose arrival `taken` counts."""
         self.pipe.push(frame, taken and taken.once)
         self.changed.notify_all()
 
     def answer(self, frame: Frame) -> None:
-        """Sends it what it has asked for.
+        """Sends the site the answer to its question.
 
         Raises:
-            MalformedError: it goes on to ask without listening.
+            MalformedError: the site goes on to ask without receiving the answers.
         """
         if self._unheard == _MOST_UNHEARD:
             raise MalformedError("more questions than anybody has")
@@ -92,7 +82,7 @@ class Member:
         self._unheard -= 1
 
     def hear(self, frame: Frame) -> bool:
-        """Whether a frame from it has to be looked at; counts it."""
+        """Counts a frame from the site; True if the run has to process the frame."""
         if frame.kind == Kind.ACK:
             self.pipe.acknowledge(heard_in(frame))
             return False
@@ -108,30 +98,30 @@ class Member:
 
     @property
     def owes_ack(self) -> bool:
-        """Whether it waits to hear how far it was heard."""
+        """True if an acknowledgement is due to the site."""
         return self._hurried or self._owed >= _ACK_BYTES
 
     def took(self, lane: int, nbytes: int) -> None:
-        """All others have so much of what it sent."""
+        """Notes that all recipients have so many bytes that the site sent."""
         self.window.taken[lane] += nbytes
         self._owed += nbytes
         if self.owes_ack:
             self.changed.notify_all()
 
     def ack(self) -> Frame:
-        """How far it was heard, and what it may send."""
+        """Returns an acknowledgement: the last frame received, and how much the site may send."""
         self._owed, self._hurried = 0, False
         return self.window.ack(self.pipe.heard)
 
 
 class Taken:
-    """Of what one or several members sent: tells them when all others have it."""
+    """A count of a frame's arrivals, which opens its senders' windows when all have it."""
 
     def __init__(self, count: int, owed: list[tuple[Member, int, int]]) -> None:
         self._left, self._owed = count, owed
 
     def once(self) -> None:
-        """One more has it."""
+        """Notes that one more recipient has the frame."""
         self._left -= 1
         if self._left == 0:
             for member, lane, nbytes in self._owed:
@@ -139,13 +129,7 @@ class Taken:
 
 
 def relay(frame: Frame, to: list[Member], owed: list[tuple[Member, int, int]]) -> None:
-    """Sends a frame on.
-
-    Args:
-        frame: this.
-        to: members.
-        owed: members that may send more when all of these have it: lane and bytes.
-    """
+    """Sends a frame on; when all have it, those in `owed` may send more (lane and bytes)."""
     taken = Taken(len(to), owed)
     for member in to:
         member.push(frame, taken)

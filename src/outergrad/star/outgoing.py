@@ -1,4 +1,4 @@
-"""What a site has to send: messages by lane, cut into frames as far as the window is open."""
+"""A site's queue of messages by lane, cut into frames as far as the window is open."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from outergrad.star.window import Window
 
 @dataclass
 class _Message:
-    """Being sent.
+    """A message that is being sent.
 
     Attributes:
-        head: what all its frames have in common.
-        payload: all of it.
+        head: fields that all its frames share.
+        payload: of the whole message.
         grows: whether its parts become longer.
-        sent: bytes of it that are on their way.
+        sent: bytes that are on their way.
     """
 
     head: Frame
@@ -27,7 +27,6 @@ class _Message:
     sent: int = 0
 
     def next_frame(self) -> Frame:
-        """The next part."""
         total, at = len(self.payload), self.sent
         chunk = growing_chunk_bytes(at) if self.grows else chunk_bytes(total)
         part = self.payload[at : at + chunk]
@@ -37,7 +36,7 @@ class _Message:
 
 
 class Outgoing:
-    """Of one site. Whoever calls its methods holds the lock of the line.
+    """The messages that a site has to send; callers hold the lock of the line.
 
     Args:
         pipe: to the hub.
@@ -50,32 +49,32 @@ class Outgoing:
         self._last: Frame | None = None
 
     def add(self, head: Frame, payload: bytes, *, grows: bool = False) -> None:
-        """One more message.
+        """Queues a message.
 
         Args:
-            head: what all its frames have in common.
-            payload: not empty, and not changed any more.
+            head: fields that all its frames share.
+            payload: not empty, and must not change any more.
             grows: whether its parts become longer.
         """
         self._lanes[head.lane].append(_Message(head, memoryview(payload), grows))
 
     def end(self, last: Frame) -> None:
-        """Sends a frame behind all messages."""
+        """Queues a frame behind all messages."""
         self._last = last
 
     def clear(self) -> None:
-        """Forgets what has not begun to travel."""
+        """Drops all messages, or their rest, that are not cut into frames yet."""
         for lane in self._lanes:
             lane.clear()
 
     @property
     def is_due(self) -> bool:
-        """Whether something can be sent now."""
+        """True if something can be sent now."""
         return self._pipe.has_unsent or any(self._open_lanes()) or self._is_last_due
 
     @property
     def is_empty(self) -> bool:
-        """Whether the hub has everything."""
+        """True if the hub has everything."""
         return self._pipe.is_empty and not any(self._lanes) and self._last is None
 
     @property
@@ -83,7 +82,7 @@ class Outgoing:
         return self._last is not None and not any(self._lanes)
 
     def batch(self, most_bytes: int) -> list[Frame]:
-        """The next frames: what must go again first, then lanes in turn."""
+        """Returns the next frames: those still unsent, or else one more of each open lane."""
         if not self._pipe.has_unsent:
             for lane in self._open_lanes():
                 self._push_one(lane)

@@ -1,4 +1,4 @@
-"""Frames between two sides: in order, none twice, and none lost where a stream breaks."""
+"""Reliable frames between two sides: in order, none twice, and none lost with a stream."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class _Kept:
 
 
 class Pipe:
-    """One side's end: what it has sent stays here until the other side has said that it is there.
+    """One end of a line, which keeps the frames it has sent until they are acknowledged.
 
-    It knows nothing of streams: after a new one has begun, `resume` sends again what is missing.
+    It is independent of streams: after a new one has begun, `resume` sends missing frames again.
     """
 
     def __init__(self) -> None:
@@ -26,20 +26,20 @@ class Pipe:
         self._unheard: deque[_Kept] = deque()
         self._pushed = 0
         self.heard = 0
-        """Number of the last frame that came from the other side."""
+        """Number of the last frame received from the other side."""
 
     def push(self, frame: Frame, taken: Callable[[], None] | None = None) -> None:
-        """Sends one more.
+        """Queues a frame.
 
         Args:
-            frame: whose place in the order is set here.
-            taken: is called when the other side has it, or never will.
+            frame: its sequence number is set here.
+            taken: called when the other side has the frame, or never will.
         """
         self._pushed += 1
         self._unsent.append(_Kept(frame._replace(sequence=self._pushed), taken))
 
     def batch(self, most_bytes: int) -> list[Frame]:
-        """The next frames to send: one, or more of together not so many bytes."""
+        """Returns the next frames to send: one, or several of so many bytes together at most."""
         found, room = [], most_bytes
         while self._unsent:
             frame = self._unsent[0].frame
@@ -51,10 +51,10 @@ class Pipe:
         return found
 
     def accept(self, frame: Frame) -> bool:
-        """Whether a frame is new; one that has been heard before is not.
+        """Counts a frame; True if it was not received before.
 
         Raises:
-            MalformedError: one before it is missing.
+            MalformedError: a frame before it is missing.
         """
         if frame.kind in UNNUMBERED:
             return True
@@ -66,10 +66,10 @@ class Pipe:
         return True
 
     def acknowledge(self, sequence: int) -> bool:
-        """The other side has all up to this one; returns whether messages of sites are among it.
+        """Drops frames up to this number, which have arrived; True if any is of a collective.
 
         Raises:
-            MalformedError: it was never sent.
+            MalformedError: the frame was never sent.
         """
         if sequence > self._pushed - len(self._unsent):
             raise MalformedError(f"frame {sequence} was never sent")
@@ -81,29 +81,29 @@ class Pipe:
         return has_moved
 
     def resume(self, sequence: int) -> None:
-        """A new stream: the other side has all up to this one, and needs the others again.
+        """Queues the frames behind this number again, for a new stream.
 
         Raises:
-            MalformedError: it was never sent.
+            MalformedError: the frame was never sent.
         """
         self.acknowledge(sequence)
         while self._unheard:
             self._unsent.appendleft(self._unheard.pop())
 
     def clear(self) -> None:
-        """The other side will never hear of the rest."""
+        """Drops all frames, which the other side will never receive."""
         for queue in (self._unheard, self._unsent):
             while queue:
                 _let_go(queue.popleft())
 
     @property
     def has_unsent(self) -> bool:
-        """Whether there is something to send."""
+        """True if there are frames to send."""
         return bool(self._unsent)
 
     @property
     def is_empty(self) -> bool:
-        """Whether the other side has everything."""
+        """True if the other side has all frames."""
         return not self._unsent and not self._unheard
 
 

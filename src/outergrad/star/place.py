@@ -1,4 +1,4 @@
-"""Where a message belongs: to a collective of a line, on a stream."""
+"""The identity of a collective on a line, and the state of a stream."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from outergrad.star.frames import Kind
 
 @dataclass(frozen=True)
 class Place:
-    """Of a collective, the same on all sites.
+    """The identity of a collective, the same on all sites.
 
     Attributes:
-        kind: of its messages.
-        lane: each has an order of its own.
-        number: in its lane.
-        dtype: of a sum, as in `sums.DTYPES`.
+        kind: kind of its messages.
+        lane: each lane has its own order.
+        number: index of the collective in its lane.
+        dtype: of a sum, as an index into `sums.DTYPES`.
     """
 
     kind: Kind
@@ -25,9 +25,9 @@ class Place:
 
 
 class Stream:
-    """One stream of a line; when it ends, another takes its place."""
+    """One stream of a line, which another replaces when it ends."""
 
     def __init__(self) -> None:
         self.is_welcome = False
-        """Whether the hub has answered."""
+        """True if the hub has answered."""
         self.is_over = False

@@ -1,4 +1,4 @@
-"""What happens again and again is written a few times, and then counted."""
+"""A filter before the hub's log: repeated events are written a few times, and then counted."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 from outergrad.star.run import Told
 
 _COUNTED = frozenset({"refused", "away", "back"})
-"""A stranger, or a site with a broken line, can make these happen hundreds of times a second."""
+"""Events that a stranger, or a site with a broken line, can cause hundreds of times a second."""
 _AT_FIRST, _PERIOD_S = 5, 60.0
 _MOST_KINDS = 256
 _OTHERS = "others"
 
 
 class Repeats:
-    """Stands before a log.
+    """A filter before a log.
 
-    Of what is refused, and of lines that break and come back, the first few of a minute are
-    written as they happen, for each site or address; of the others only how many there were, with
+    Refusals, and lines that break and come back, are counted for each site or address. The first
+    few of a period are written as they happen; of the others only their number is written, with
     the facts of the last.
 
     Args:
-        write: of the log.
-        at_first: how many are written as they happen.
-        period_s: how long the others are counted before that is written.
+        write: writes to the log.
+        at_first: number of events that are written as they happen.
+        period_s: seconds for which the others are counted before their number is written.
     """
 
     def __init__(self, write: Told, at_first: int = _AT_FIRST, period_s: float = _PERIOD_S) -> None:
@@ -34,12 +34,7 @@ class Repeats:
         self._kinds: dict[tuple[str, str], _Kind] = {}
 
     def write(self, what: str, **facts: Any) -> None:
-        """Writes it, or counts it.
-
-        Args:
-            what: happened.
-            **facts: of it.
-        """
+        """Writes an event with its facts, or counts it."""
         if what not in _COUNTED or self._is_early(what, facts):
             self._write(what, **facts)
 
@@ -54,11 +49,7 @@ class Repeats:
             return kind.count <= self._at_first
 
     def flush(self, everything: bool = False) -> None:
-        """Writes how many there were, when their time is over; to be called now and then.
-
-        Args:
-            everything: whether their time is over anyhow.
-        """
+        """Writes the counts whose period is over, or `everything`; to be called now and then."""
         now = time.monotonic()
         with self._lock:
             over = [
@@ -75,7 +66,7 @@ class Repeats:
 
 
 class _Kind:
-    """What happened to one site, or address, since a moment."""
+    """The count of one event of one site or address, since a moment."""
 
     def __init__(self, began_at: float) -> None:
         self.began_at, self.count = began_at, 0

@@ -1,4 +1,4 @@
-"""One run: the processes that train together, and what the hub does with what they send."""
+"""One run: the processes that train together, and the hub's processing of their frames."""
 
 from __future__ import annotations
 
@@ -15,31 +15,29 @@ from outergrad.star.sums import DTYPES, added, refuse_if_none
 from outergrad.star.window import TEXTS, cost_of
 
 Told = Callable[..., None]
-"""Is told what happened: its name, and facts of it."""
+"""Call with the name of an event, and its facts."""
 _MOST_TEXT = 1 << 15
 _MOST_TEXTS, _MOST_TEXTS_BYTES = 1 << 16, 8 << 20
-"""That one site may leave in a run, and together under their names: all others keep them."""
+"""Most texts that a site may leave in a run, and most bytes of those that the others keep."""
 _MOST_PARTS = 1 << 10
-"""That a site may have named which others have not yet."""
+"""Most confirmations of steps by a site that wait for those of other sites."""
 _MOST_AT_ONCE, _MOST_ALONE = 1 << 6, 1 << 6
-"""Steps that a word may name, since sites vote on every 16th at least; and those of a session that
-only some vouch for, since the others are lost: it may be one more than all have voted on."""
+"""Most steps in a confirmation (sites vote on every 16th at least), and most steps of a session
+that only the sites left confirm: these may have made one more than all sites have voted on."""
 _PART_BYTES, _MOST_NUMBER = 64, 1 << 63
 
 
 class Run:
-    """From the first site's coming to the last one's going.
-
-    Whoever calls its methods holds the lock of the hub.
+    """A run, from its first site's arrival to its last one's end; callers hold the hub's lock.
 
     Args:
-        number: counts the runs of the hub.
-        names: of the sites, in the order of their ranks.
-        tell: hears what happens.
-        after: the run that these sites go on from, if they do.
+        number: of the run, counted by the hub.
+        names: of the sites, in rank order.
+        tell: called with each event.
+        after: the run from which these sites go on, if they do.
 
     Attributes:
-        epoch: how many runs there were of which this one is the continuation.
+        epoch: number of earlier runs that this one continues.
         began_at: when its first site came, by the monotonic clock.
     """
 
@@ -62,23 +60,18 @@ class Run:
         self._text_bytes: defaultdict[int, dict[str, int]] = defaultdict(dict)
 
     def join(self, member: Member, peer: str) -> None:
-        """One more.
-
-        Args:
-            member: this.
-            peer: address from which it comes.
-        """
+        """Adds a process, which comes from the address `peer`."""
         self.members[member.rank] = member
         self._tell("joined", run=self.number, site=member.name, peer=peer)
 
     def begin_if_all_are_there(self) -> None:
-        """Where all lines stand, the sites hear of it: one that is away may be gone for good."""
+        """Begins once all sites are connected now: one that is away may be gone for good."""
         stand = [one for one in self.members.values() if one.stream is not None]
         if not self.is_ready and len(stand) == len(self.names):
             self._begin()
 
     def begin_without_absent(self) -> None:
-        """Those that are there go on, and hear that the others did not come."""
+        """Begins with the sites that have come, and tells them that the others did not come."""
         self._begin()
         for rank, name in enumerate(self.names):
             if rank not in self.members:
@@ -100,7 +93,7 @@ class Run:
         self._to_all(Frame(Kind.READY, run=self.number))
 
     def note_coming(self, names: Sequence[str]) -> None:
-        """These wait to be taken in: the sites read it on the board."""
+        """Writes the names of sites that wait for admission on the board, if they have changed."""
         lives = [one.name for one in self.members.values() if not one.is_gone]
         waiting = [name for name in names if name not in lives] if lives else []
         if waiting != self._waiting:
@@ -108,16 +101,16 @@ class Run:
             self._slots.offer(waiting)
 
     def is_gone(self, rank: int) -> bool:
-        """Whether a site takes no part any more."""
+        """True if a site no longer takes part."""
         member = self.members.get(rank)
         return self.is_ready and (member is None or member.is_gone)
 
     def has_left_text(self, rank: int, text: str) -> bool:
-        """Whether a site has left this for all others."""
+        """True if a site has left this text for all others."""
         return _digest(text) in self._texts[rank]
 
     def goes_on_with(self) -> list[str] | None:
-        """Names of the sites that go on from it, as these have agreed; None if they have not."""
+        """Returns the names of the sites that agreed to go on from this run; None if none did."""
         found = self._slots.goes_on()
         return None if found is None else [*(self.names[rank] for rank in found[0]), *found[1]]
 
@@ -126,38 +119,38 @@ class Run:
 
     @property
     def waiting(self) -> list[Member]:
-        """Those that are there, where a run has not begun because others are missing."""
+        """Connected members of a first run that has not begun because other sites are missing."""
         if self.is_ready or self.epoch:
             return []
         return [one for one in self.members.values() if one.stream is not None]
 
     def invite(self, names: Sequence[str], after: Run) -> None:
-        """Those of these that wait here hear that others take them in."""
+        """Tells those of these sites that wait here that the sites of another run admit them."""
         about = json.dumps([after.number, list(names)]).encode()
         for member in self.waiting:
             if member.name in names:
                 member.push(Frame(Kind.INVITED, about, run=self.number))
 
     def is_open_to(self, name: str) -> bool:
-        """Whether a new process of a site may join."""
+        """True if a new process of a site may join."""
         if self.is_ready or name not in self.names:
             return False
         return self.names.index(name) not in self.members
 
     def is_after(self, after: int) -> bool:
-        """Whether sites of that run go on in it."""
+        """True if sites of that run go on in this one."""
         return bool(after) and self._before[0] == after
 
     def continues(self, after: int, names: Sequence[str]) -> bool:
-        """Whether it is the one in which these sites go on from another."""
+        """True if these sites go on in this run from that one."""
         return self.is_after(after) and self.names == tuple(names)
 
     def member_of(self, name: str) -> Member | None:
-        """The process of a site that takes part, or did."""
+        """Returns the process of a site that takes part, or did; None without one."""
         return next((one for one in self.members.values() if one.name == name), None)
 
     def leave(self, member: Member, why: str) -> None:
-        """A site has left, or is lost: the others hear of it. Before the begin it may come back."""
+        """Tells the others that a site has left or is lost; before the begin it may come back."""
         if member.is_gone:
             return
         member.is_gone = True
@@ -174,10 +167,10 @@ class Run:
         self._to_others(member, gone, [])
 
     def take(self, member: Member, frame: Frame) -> None:
-        """Does what a frame asks for.
+        """Processes a frame.
 
         Raises:
-            MalformedError: no site sends that.
+            MalformedError: no site sends such a frame.
         """
         if frame.run != self.number:
             raise MalformedError(f"a frame of run {frame.run} in run {self.number}")
@@ -202,7 +195,7 @@ class Run:
         relay(frame, _reached([to]), [(member, frame.lane, cost_of(frame))])
 
     def _sum(self, member: Member, frame: Frame) -> None:
-        """Adds up when all are there."""
+        """Keeps a part of a sum, and sends the sum once all sites' parts have come."""
         place = frame.lane, frame.number, frame.offset
         parts = self._sums.setdefault(place, {})
         if member.rank in parts:
@@ -222,7 +215,7 @@ class Run:
         relay(summed, _reached(list(self.members.values())), owed)
 
     def _fault_in_sum(self, parts: list[Frame]) -> None:
-        """Names those that are not as most are; all, where there are no most."""
+        """Reports the sites whose part is not like the majority's; all, if there is no majority."""
         usual, count = Counter(map(_shape, parts)).most_common(1)[0]
         others = [part for part in parts if 2 * count <= len(parts) or _shape(part) != usual]
         said = "; ".join(f"{self.names[part.sender]} sent {_told(part)}" for part in others)
@@ -259,7 +252,7 @@ class Run:
         relay(frame, _reached([m for m in self.members.values() if m is not member]), owed)
 
     def _part(self, member: Member, frame: Frame) -> None:
-        """Of some steps: all sites took part in them, as it has the messages of all."""
+        """Notes that a site confirms some steps: it has the messages of all sites in them."""
         steps = _steps_in(frame)
         told = self._parts.setdefault(steps, set())
         told.add(member.name)
@@ -272,7 +265,7 @@ class Run:
             self._note_unconfirmed(own[0], self._parts.pop(own[0]))
 
     def _note_parts(self) -> None:
-        """Of which all sites have said so that are not lost; those that did not are named."""
+        """Logs the steps that all sites have confirmed that are not lost, and names the others."""
         for steps, told in list(self._parts.items()):
             silent = set(self.names) - told
             if silent <= self._lost:
@@ -280,7 +273,7 @@ class Run:
                 self._note_steps(steps, told)
 
     def _note_steps(self, steps: tuple[int, int, int], told: set[str]) -> None:
-        """All have said so, or those that are left: then it is by their word alone."""
+        """Logs confirmed steps; if some sites are lost, with the names of those that confirmed."""
         session, first, last = steps
         about: dict[str, object] = {"session": session, "first": first, "step": last}
         silent = sorted(set(self.names) - told)
@@ -293,7 +286,7 @@ class Run:
         self._tell("step", run=self.number, **about, sites=sorted(self.names))
 
     def _note_unconfirmed(self, steps: tuple[int, int, int], told: set[str]) -> None:
-        """Once for the same sites: what only some have said does not count as a step of all."""
+        """Logs, once for the same sites, that only these have confirmed steps."""
         by = tuple(sorted(told))
         if by not in self._unconfirmed:
             self._unconfirmed.add(by)
@@ -334,7 +327,7 @@ def _digest(text: str) -> bytes:
 
 
 def _reached(members: list[Member]) -> list[Member]:
-    """Those whose line may still stand."""
+    """Returns the members that may still be connected."""
     return [member for member in members if not member.is_gone or member.has_left]
 
 

@@ -1,8 +1,8 @@
-"""What is gathered, encrypted from site to site: the hub relays what it cannot read.
+"""End-to-end encryption between sites: the hub relays messages that it cannot read.
 
-Each site draws a key pair for key agreement (X25519) and signs the public key by the key of its
-certificate, so that the others know whose it is. With each other site it then has a secret of the
-two; by that it tells them the key of what it sends to all (AES-GCM).
+Each site draws a key pair for key agreement (X25519) and signs the public key with the key of its
+certificate, so that the others know its owner. It then shares a secret with each other site, with
+which it sends them the key that encrypts its messages to all (AES-GCM).
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from outergrad.star.kit import Kit
 from outergrad.star.place import Place
 
 TAG_BYTES = 16
-"""That a sealed message is longer by."""
+"""Bytes by which a sealed message is longer."""
 _NONCE = struct.Struct("!BBHQ")
 _WAY = ec.ECDSA(hashes.SHA256())
 
 
 class Seal:
-    """One site's, for one run.
+    """The keys of one site in one run.
 
     Args:
         kit: of the site.
-        names: of all sites, in the order of ranks.
+        names: of all sites, in rank order.
         rank: of this site.
-        run: number of the run: keys of another one do not count.
+        run: number of the run: keys of another run are not accepted.
     """
 
     def __init__(self, kit: Kit, names: Sequence[str], rank: int, run: int) -> None:
@@ -50,14 +50,14 @@ class Seal:
         self._senders = {rank: self._own}
 
     def announcement(self) -> str:
-        """This site's public key, signed."""
+        """Returns this site's public key, signed."""
         public = self._private.public_key().public_bytes_raw()
         signature = self._kit.identity.private_key.sign(self._signed(self._rank, public), _WAY)
         told = {"key": _text(public), "signature": _text(signature)}
         return json.dumps(told | {"certificate": self._kit.certificate})
 
     def meet(self, announcements: Mapping[int, str]) -> str:
-        """Takes the keys of all other sites; returns what tells them how this one encrypts.
+        """Takes the public keys of all other sites; returns this site's key, encrypted for each.
 
         Raises:
             ValueError: a key is not of the site under whose name it came.
@@ -71,10 +71,10 @@ class Seal:
         return json.dumps(wrapped)
 
     def learn(self, keys: Mapping[int, str]) -> None:
-        """Takes how the others encrypt.
+        """Takes the keys with which the other sites encrypt messages to all.
 
         Raises:
-            ValueError: it was changed on its way.
+            ValueError: a key was changed on its way.
         """
         for rank, told in keys.items():
             try:
@@ -85,21 +85,21 @@ class Seal:
                 raise ValueError(f"the key of {self._names[rank]!r} cannot be read") from error
 
     def sealed(self, place: Place, payload: bytes, recipient: int = ALL) -> bytes:
-        """A message, encrypted for all or for one."""
+        """Encrypts a message for all sites, or for one."""
         key = self._own if recipient == ALL else self._pairs[recipient]
         return key.encrypt(_nonce(place, recipient), payload, self._of(self._rank))
 
     def opened(self, place: Place, sender: int, payload: memoryview, *, of_all: bool) -> bytes:
-        """What another site has encrypted.
+        """Decrypts a message of another site.
 
         Args:
             place: of the collective.
             sender: rank of that site.
-            payload: as it came.
-            of_all: whether it was for all.
+            payload: the encrypted message.
+            of_all: whether the message was for all sites.
 
         Raises:
-            ExchangeError: it did not, or not that.
+            ExchangeError: that site has not encrypted this message for this place.
         """
         key = self._senders[sender] if of_all else self._pairs[sender]
         nonce = _nonce(place, ALL if of_all else self._rank)
@@ -138,7 +138,7 @@ class Seal:
 
 
 def _nonce(place: Place, recipient: int) -> bytes:
-    """Of one message under one key: no two have the same."""
+    """Returns the nonce of a message, which no other message under the same key has."""
     return _NONCE.pack(place.lane, place.kind, recipient, place.number)
 
 

@@ -1,4 +1,4 @@
-"""The hub on the network: gRPC streams with mutual TLS, and who may open one."""
+"""The hub's gRPC server: streams with mutual TLS, and the check of who may open one."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ SERVICE, METHOD = "outergrad.Star", "Line"
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 1000),
     ("grpc.keepalive_timeout_ms", 2000),
-    ("grpc.http2.ping_timeout_ms", 2000),  # a probe of the rate may be under way: then that counts
+    ("grpc.http2.ping_timeout_ms", 2000),  # counts while gRPC's own probe holds up the keepalive
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MOST_MESSAGE_BYTES),
-    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),  # the usual 64 kB cost a delay each
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),  # by default every 64 kB cost a delay
     ("grpc.http2.max_frame_size", 1 << 18),
 )
-"""A line that is silent for 3 seconds is down; pings also keep it in the tables of routers."""
+"""Options of channels: a line is down after 3 silent seconds; pings keep it in routers' tables."""
 _OF_SERVER = (
     ("grpc.http2.min_ping_interval_without_data_ms", 200),
-    ("grpc.http2.max_ping_strikes", 0),  # or sites that ping would be told to go away
+    ("grpc.http2.max_ping_strikes", 0),  # otherwise gRPC disconnects sites that ping this often
     ("grpc.so_reuseport", 0),
     ("grpc.server_handshake_timeout_ms", int(GREETING_S * 1000)),
     ("grpc.max_connection_idle_ms", int(GREETING_S * 1000)),  # without a stream
@@ -48,26 +48,25 @@ _OF_SERVER = (
 _WATCH_S = 0.1
 _STREAMS_PER_SITE = 4
 _WAITING = 16
-"""Connections of one address, besides those that its sites may need, that have not greeted yet."""
+"""Most ungreeted connections of one address, besides those that its sites may need."""
 
 
 class HubServer:
-    """A hub that listens.
+    """A hub that listens on the network.
 
     Args:
         folder: of the hub.
         listen: address and port of this machine; port 0 chooses one.
-        sites: names of those that take part, in the order of their ranks; all that were invited
-            if None.
-        grace_s: how long a site may be away before the others are told that it is lost.
+        sites: names of the sites that take part, in rank order; None for all that were invited.
+        grace_s: seconds that a site may be away before the others are told that it is lost.
 
     Attributes:
-        port: that it listens on.
-        names: of the sites, in the order of their ranks.
+        port: on which the hub listens.
+        names: of the sites, in rank order.
 
     Raises:
         ValueError: a site was not invited, or there is none.
-        OSError: the folder is none of a hub, or it cannot listen.
+        OSError: the folder is no hub's, its log cannot be written, or the hub cannot listen.
     """
 
     def __init__(
@@ -120,11 +119,11 @@ class HubServer:
         self._watcher.start()
 
     def wait(self) -> None:
-        """Until it is stopped."""
+        """Blocks until the hub is stopped."""
         self._server.wait_for_termination()
 
     def stop(self) -> None:
-        """Ends all streams."""
+        """Ends all streams, and closes the log."""
         self._ended.set()
         self._server.stop(0).wait()
         self._watcher.join()
@@ -135,11 +134,11 @@ class HubServer:
         while not self._ended.wait(_WATCH_S):
             try:
                 self._look()
-            except Exception as error:  # whoever looks after the lines must not end
+            except Exception as error:  # this thread must not die: nobody else watches the lines
                 self._hub.end_all(f"the hub cannot go on: {type(error).__name__}: {error}")
 
     def _look(self) -> None:
-        """Without a log, or without knowing who is revoked, nobody takes part."""
+        """Checks log, sites and connections: without a log or a list of sites, none takes part."""
         if self._journal.failure:
             self._hub.end_all(self._no_log)
         if self._journal.try_again():
@@ -152,7 +151,7 @@ class HubServer:
         self._repeats.write("refused", host=host, why=why)
 
     def _end_ungreeted(self) -> None:
-        """A stream that stays silent on a connection that others use."""
+        """Cancels streams without a greeting, also on connections that other streams use."""
         now_s = time.monotonic()
         for context, since in list(self._ungreeted.items()):
             if now_s - since > GREETING_S:
@@ -160,7 +159,7 @@ class HubServer:
 
     @contextmanager
     def _greeting(self, context: grpc.ServicerContext) -> Iterator[None]:
-        """While the greeting of a stream is awaited."""
+        """Registers a stream while its greeting is awaited."""
         self._ungreeted[context] = time.monotonic()
         try:
             yield
@@ -172,7 +171,6 @@ class HubServer:
         return f"the hub cannot write its log: {self._journal.failure}"
 
     def _line(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """One stream of a site, from its greeting to its end."""
         peer = context.peer()
         try:
             certificate = _certificate_of(context)
@@ -188,7 +186,7 @@ class HubServer:
         with self._greeting(context):
             first = next(requests, b"")
         self._ended.wait(self._pace.wait_s(name_in(certificate)))
-        name = self._admitted(certificate)  # the greeting may have come long after the stream
+        name = self._admitted(certificate)  # again: the greeting may come long after the stream
         hello = Hello.of(unpacked(first)[0])
         run, member, stream = self._hub.enter(name, hello, context.peer())
         self._certificates[member] = certificate
@@ -208,11 +206,11 @@ class HubServer:
                 self._hub.take(run, member, stream, message)
         except MalformedError as error:
             self._hub.leave(run, member, stream, f"{member.name!r} sent {error}")
-        except Exception:  # of gRPC, when the stream ends; its own callback tells the hub
+        except Exception:  # raised by gRPC when the stream ends
             self._hub.leave(run, member, stream)
 
     def _admitted(self, certificate: Certificate) -> str:
-        """Who it is, by its certificate: TLS has checked that it is of this star."""
+        """Returns the site of a certificate, which TLS has checked; raises if it is refused."""
         if self._journal.failure:
             raise RefusedError(self._no_log)
         if why := self._why_not(certificate):
@@ -220,19 +218,19 @@ class HubServer:
         return name_in(certificate)
 
     def _why_not(self, certificate: Certificate) -> str:
-        """Why whoever has this certificate may not take part now; empty if it may."""
+        """Returns why the owner of a certificate may not take part now; empty if it may."""
         site = self._folder.site(name_in(certificate))
         if site is None:
             return "is not invited, or was revoked"
         if site.serial != certificate.serial_number:
             return "came with a kit that a later one has replaced"
-        # TLS checks this, too, but not of a line that stands, nor of a session that is resumed
+        # TLS checks this, too, but not on an open stream, nor when a TLS session is resumed
         if not certificate.not_valid_before_utc <= now() <= certificate.not_valid_after_utc:
             return "came with a certificate that has expired"
         return ""
 
     def _why_not_any_more(self, member: Member) -> str:
-        """Why a site whose line stood may take part no more; empty if it may."""
+        """Returns why a site that took part may no longer do so; empty if it may."""
         certificate = self._certificates.get(member)
         why = "" if certificate is None else self._why_not(certificate)
         return why and f"it {why}"

@@ -1,8 +1,8 @@
-"""What sites of a run have written on the hub's board: slots, each of which is written once.
+"""The hub's board of a run: slots, each of which is written once.
 
-A slot whose name says whose it is takes nothing from another site. What others may write into it,
-and into slots of nobody, has to be true as far as the hub knows: so one site that lies cannot make
-others believe different things, nor speak in their names.
+A slot whose name holds a rank belongs to that site. What other sites write into it, and into slots
+without an owner, has to be true as far as the hub knows. So one site that lies cannot make others
+believe different things, nor speak in their names.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from outergrad.comm.standing import Standing
 from outergrad.star.frames import Frame, Kind, MalformedError
 
 MOST_BYTES = 1 << 30
-"""Of all slots of a run; every site has the same share."""
+"""Most bytes of all slots of a run; every site has the same share."""
 COMING = "coming"
-"""The slot that says who waits to be taken in; as in `step/going_on.py`, which a hub has not."""
+"""Slot of the sites that wait for admission: as in `step/going_on.py`, which no hub imports."""
 _TROUBLE, _GIVEN_UP, _GOING_ON, _COME = b"trouble", "given up", b"going on", b"come"
-"""As in `step/agreement.py` and `step/going_on.py`."""
+"""Slots, and a text, as in `step/agreement.py` and `step/going_on.py`."""
 _HEARS_S = 1.0
-"""How long a site that is there has to leave its word, before others may write that it was given
-up: four times as long as its watcher takes to look."""
+"""Seconds that a connected site has to leave its word, before others may write that it was given
+up: four intervals of its watcher."""
 _SLOT_BYTES = 1 << 8
-"""What a slot costs besides its content."""
+"""Bytes that a slot costs besides its content."""
 _MOST_TEXT, _LONGEST_WHY = 1 << 15, 300
 _SEPARATOR = b"\n"
 _OWNED = re.compile(
@@ -40,34 +40,34 @@ _HEAD = re.compile(rb"(\d{1,5}) \d+ \d+")
 
 
 def asked(key: str, content: bytes = b"") -> bytes:
-    """The payload of a frame that asks something of a slot."""
+    """Returns the payload of a frame that reads or writes a slot."""
     return key.encode() + _SEPARATOR + content
 
 
 class Sites(Protocol):
-    """What the hub knows of the sites of a run, by their ranks."""
+    """The hub's knowledge of the sites of a run, by rank."""
 
     @property
     def names(self) -> Sequence[str]:
-        """Of all."""
+        """Names of all sites, in rank order."""
         ...
 
     def is_gone(self, rank: int) -> bool:
-        """Whether it takes no part any more."""
+        """True if a site no longer takes part."""
         ...
 
     def has_left_text(self, rank: int, text: str) -> bool:
-        """Whether it has told all others so."""
+        """True if a site has left this text for all others."""
         ...
 
 
 class Slots:
-    """Of one run. Whoever calls its methods holds the lock of the hub.
+    """The slots of one run; callers hold the lock of the hub.
 
     Args:
         sites: of the run.
-        tell: hears what sites have written of each other: its name, and facts of it.
-        clock: the time, in seconds.
+        tell: called when a site writes about a site, with the name of the event and its facts.
+        clock: returns the time, seconds.
     """
 
     def __init__(
@@ -84,28 +84,28 @@ class Slots:
         self._shut_out: set[tuple[int, int]] = set()
 
     def offer(self, names: Sequence[str]) -> None:
-        """These wait to be taken in: the only slot that is written more than once, by the hub."""
+        """Writes the sites that wait for admission: the hub's slot, the only one written again."""
         self._offered.update(names)
         self._contents[COMING.encode()] = " ".join(names).encode()
 
     def goes_on(self) -> tuple[list[int], list[str]] | None:
-        """Which sites go on, and who is new, as one of them has written."""
+        """Returns the ranks of the sites that agreed to go on, and the names of new ones."""
         text = self._contents.get(_GOING_ON)
         return None if text is None else _going_on(text)[1:]
 
     def answer(self, frame: Frame, writer: int) -> bytes:
-        """Does what a frame asks for.
+        """Reads or writes a slot.
 
         Args:
-            frame: this.
+            frame: the question.
             writer: rank of the site that asks.
 
         Returns:
-            What stands in the slot then; nothing, if nothing does: a site has no more room, or
-            must not write this yet.
+            The content that the slot then has; empty if it has none, because the site has no more
+            room, or may not write this yet.
 
         Raises:
-            MalformedError: it asks for nothing, or writes what it may not.
+            MalformedError: the frame names no slot, or the site may never write this.
         """
         key, separator, content = bytes(frame.payload).partition(_SEPARATOR)
         if not separator or bool(content) == (frame.kind == Kind.GET):
@@ -120,7 +120,7 @@ class Slots:
         return self._written(frame.kind, key, content, writer) if is_due else b""
 
     def _written(self, kind: Kind, key: bytes, content: bytes, writer: int) -> bytes:
-        """Texts have a quarter of a site's share, so that a long content leaves them room."""
+        """Writes a slot; texts have a quarter of a site's share, which no long content can fill."""
         share = MOST_BYTES // len(self._sites.names)
         most = share // 4 if kind == Kind.FIRST else share - share // 4
         nbytes = self._nbytes[writer, kind] + len(key) + len(content) + _SLOT_BYTES
@@ -132,13 +132,13 @@ class Slots:
         self._note(key, content, writer)
         return content
 
-    # -- who may write what -----------------------------------------------------------------------
+    # -- permission to write ----------------------------------------------------------------------
 
     def _may_write(self, kind: Kind, key: bytes, content: bytes, writer: int) -> bool:
-        """Whether this may be written now, or only later.
+        """True if a site may write this now, False if only later.
 
         Raises:
-            MalformedError: never by this site.
+            MalformedError: the site may never write this.
         """
         if kind == Kind.PUT:
             key = self._checked_put(key, content, writer)
@@ -168,7 +168,7 @@ class Slots:
         return True
 
     def _checked_put(self, key: bytes, content: bytes, writer: int) -> bytes:
-        """The slot that a part of a content belongs to."""
+        """Returns the slot that a piece of a content belongs to; raises if it is another site's."""
         whose = piece[2] if (piece := _PIECE.fullmatch(key)) else None
         if piece is None and (head := _HEAD.fullmatch(content)):
             whose = head[1]
@@ -177,7 +177,7 @@ class Slots:
         return key if piece is None else piece[1]
 
     def _may_write_of(self, key: bytes, owner: int, content: bytes) -> bool:
-        """Into a slot of another site: only that it was given up, or its own farewell."""
+        """True if others may write this in a site's slot: its farewell, or that it was given up."""
         text = _text(content)
         if key != b"word %d" % owner or owner >= len(self._sites.names):
             raise MalformedError(f"a text in the name of {self._named(owner)}")
@@ -188,7 +188,7 @@ class Slots:
         return self._sites.is_gone(owner) or self._has_waited
 
     def _may_go_on(self, content: bytes, writer: int) -> bool:
-        """Not without a site that is as far as the others, and that nobody has missed."""
+        """True if sites may go on: without a site only if it is missed or, after a wait, behind."""
         made, ranks, coming = _going_on(content)
         if writer not in ranks or max(ranks) >= len(self._sites.names):
             raise MalformedError("that others go on")
@@ -202,23 +202,23 @@ class Slots:
         return True
 
     def _note_shut_out(self, writer: int, rank: int) -> None:
-        """No error: the word of a site may have come just when another had waited long enough."""
+        # No error: the word of a site may come just when another has waited long enough.
         if (writer, rank) not in self._shut_out:
             self._shut_out.add((writer, rank))
             why = f"that it goes on without {self._named(rank)}, which is there"
             self._tell("not taken", site=self._name(writer), why=why)
 
     def _is_missed(self, rank: int) -> bool:
-        """Whether it is gone or was given up, or words of sites say that somebody missed it."""
+        """True if a site is gone or given up, or some site's word says that it was missed."""
         own = self._text(f"word {rank}")
         if self._sites.is_gone(rank) or (own is not None and Standing.of(own) is None):
-            return True  # its word is that it was given up, or cannot be read
+            return True  # its word says that it was given up, or cannot be read
         sites = range(len(self._sites.names))
         words = {site: _facts_in(self._text(f"word {site}") or "") for site in sites}
         if any(words[rank].get(key) for key in ("ended", "why", "timed_out")):
             return True
         missed = [_missed_in(word) for word in words.values()]
-        # In a sum nobody knows for whom it waits: then this cannot be told from the words.
+        # A site that waits for a sum does not know for whom: its word then names no site.
         of_nobody = any(
             word.get("timed_out") and not found
             for word, found in zip(words.values(), missed, strict=True)
@@ -230,7 +230,7 @@ class Slots:
         at = self._troubled_at
         return at is not None and self._clock() - at >= _HEARS_S
 
-    # -- what the log says ------------------------------------------------------------------------
+    # -- log --------------------------------------------------------------------------------------
 
     def _note(self, key: bytes, content: bytes, writer: int) -> None:
         if key == _TROUBLE:
@@ -266,7 +266,7 @@ class Slots:
 
 
 def _going_on(content: bytes) -> tuple[int, list[int], list[str]]:
-    """What sites write when they go on: steps, ranks and who is new."""
+    """Reads the agreement of sites that go on: steps made, ranks, and names of new sites."""
     try:
         made, ranks, coming = json.loads(content)
         are_numbers = all(type(one) is int and one >= 0 for one in (made, *ranks))
@@ -278,7 +278,7 @@ def _going_on(content: bytes) -> tuple[int, list[int], list[str]]:
 
 
 def _text(content: bytes) -> str:
-    """As sites read it."""
+    """Decodes a content as sites do."""
     return content.decode(errors="replace")
 
 
@@ -303,6 +303,6 @@ def _numbers_of(facts: dict[str, Any]) -> dict[str, int]:
 
 
 def _missed_in(word: dict[str, Any]) -> set[int]:
-    """Whom a site has waited for in vain, or whose connection was closed."""
+    """Returns the sites that a site waited for in vain, or that closed their connection to it."""
     lists = [word.get(key) for key in ("silent", "gone")]
     return {one for some in lists if isinstance(some, list) for one in some if type(one) is int}

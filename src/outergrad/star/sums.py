@@ -1,4 +1,4 @@
-"""Sums of what sites sent, in float64 and in the order of sites: the same bits wherever."""
+"""Sums of the sites' tensors, in 64 bits and rank order: the same bits wherever they are made."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ DTYPES = (
     *("float16", BF16, "float32", "float64"),
     *("uint8", "int8", "int16", "int32", "int64"),
 )
-"""By their places here frames name them."""
+"""The dtypes of sums; frames name one by its index here."""
 
 
 def added(parts: Sequence[bytes | memoryview], dtype: int) -> bytes:
-    """The sum of as many numbers of each site, rounded once.
+    """Returns the sum of equally many numbers of each site, rounded once.
 
     Args:
-        parts: of every site, in their order.
-        dtype: place in `DTYPES`.
+        parts: bytes of every site, in rank order.
+        dtype: index in `DTYPES`.
 
     Raises:
-        MalformedError: they are not numbers of this type, as many of each.
+        MalformedError: the parts are not equally many numbers of this dtype.
     """
     try:
         name = DTYPES[dtype]
@@ -35,14 +35,14 @@ def added(parts: Sequence[bytes | memoryview], dtype: int) -> bytes:
 
 
 def refuse_if_none(nbytes: int, dtype: int) -> None:
-    """Refuses bytes that are no numbers.
+    """Raises unless so many bytes can be numbers of a dtype.
 
     Args:
-        nbytes: how many there are.
-        dtype: place in `DTYPES`.
+        nbytes: number of bytes.
+        dtype: index in `DTYPES`.
 
     Raises:
-        MalformedError: it is none, or the last number is not whole.
+        MalformedError: there is no such dtype, or the last number is not whole.
     """
     if dtype >= len(DTYPES):
         raise MalformedError(f"what cannot be added up: numbers of type {dtype}")

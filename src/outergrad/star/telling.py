@@ -1,4 +1,4 @@
-"""What a site tells the hub and the others, beside what collectives send."""
+"""A site's texts, questions and farewells, which it sends outside of collectives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outergrad.star.questions import Questions
 
 
 class Telling:
-    """The part of a line that texts, questions and farewells go by."""
+    """The part of a line that sends texts, questions and farewells."""
 
     changed: threading.Condition
     rank: int
@@ -26,14 +26,14 @@ class Telling:
     _questions: Questions
 
     def tell(self, kind: Kind, payload: bytes, number: int = 0) -> None:
-        """Tells the hub something, beside what collectives send."""
+        """Sends the hub a frame outside of collectives."""
         with self.changed:
             told = Frame(kind, payload, run=self.run, number=number, sender=self.rank)
             self._pipe.push(told)
             self.changed.notify_all()
 
     def leave_text(self, name: str, text: str) -> None:
-        """Leaves a text for all others."""
+        """Leaves a text for all other sites, under a name."""
         with self.changed:
             self.texts[self.rank, name] = text
             self.tell(Kind.TEXT, f"{name}\n{text}".encode())
@@ -43,8 +43,8 @@ class Telling:
 
         Args:
             kind: of the question.
-            payload: of it.
-            limit_s: how long to wait; None for as long as the hub may be reached.
+            payload: of the question.
+            limit_s: timeout, seconds; None to wait until the hub is out of reach for good.
         """
         with self.changed:
             questions = self._questions
@@ -54,7 +54,7 @@ class Telling:
             return questions.end(number)
 
     def count(self) -> int:
-        """A number that nothing else has which this site writes on the board."""
+        """Returns a number that nothing else has that this site writes on the board."""
         with self.changed:
             return self._questions.count()
 
@@ -63,7 +63,7 @@ class Telling:
         return self.failure is not None and self.failure.kind == Failure.TRANSPORT
 
     def leave(self) -> None:
-        """The others hear that this site has gone; what was sent before comes before that."""
+        """Tells the others that this site has left, behind everything that it sent before."""
         with self.changed:
             if not self.has_left:
                 self.has_left = True
@@ -71,22 +71,22 @@ class Telling:
             self.changed.notify_all()
 
     def abandon(self) -> None:
-        """What has not been sent yet is not meant to arrive any more."""
+        """Drops the messages that have not been sent yet."""
         with self.changed:
             self._out.clear()
 
     def wait_for(self, done: Callable[[], bool], wait_s: float) -> bool:
-        """Until something holds, or nothing can come any more; returns whether it does."""
+        """Waits until `done()` holds, or nothing can come any more; returns whether it holds."""
         with self.changed:
             self.changed.wait_for(lambda: done() or self.failure is not None, wait_s)
             return done()
 
     @property
     def is_flushed(self) -> bool:
-        """Whether the hub has all that this site sent."""
+        """True if the hub has all that this site sent."""
         return self._out.is_empty
 
     @property
     def has_failed(self) -> bool:
-        """Whether the hub cannot be reached."""
+        """True if nothing can come any more."""
         return self.failure is not None

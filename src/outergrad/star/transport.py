@@ -30,23 +30,24 @@ FEWEST_SITES = 2
 class Star:
     """Sites around a hub (`outergrad hub serve`), to which each dials out, with mutual TLS.
 
-    All sessions of a process with the same hub and kit share one line.
+    All sessions of a process with the same hub and kit share one connection.
 
     Args:
-        hub: host and port, as "hub.example.org:8443"; None for what the kit says.
-        kit: file that `outergrad hub invite SITE` has written for this site; None for what
+        hub: host and port, as "hub.example.org:8443"; None for those in the kit.
+        kit: file that `outergrad hub invite SITE` has written for this site; None for the file that
             `outergrad site --kit` was given.
-        wait_s: how long to wait until all sites have come.
-        blind: whether the hub must not read what it relays. Sites then encrypt for each other, and
-            add up themselves what the hub would add up: what travels dense is gathered.
-        when_lost: what becomes of the training when a site stays away: "raise"
-            `og.SiteLostError` on the others, or "go on" without it. Then the step under way counts
-            on all that are left or on none; where it does not, or in the next one, all that are
-            left raise `og.SitesChangedError` once, and go on.
-        min_sites: how many have to be left to go on; with fewer all raise.
+        wait_s: seconds to wait until all sites have come.
+        blind: whether the hub must not read what it relays. Sites then encrypt messages for each
+            other, and sum by themselves what the hub would sum: dense gradients are gathered.
+        when_lost: "raise" an `og.SiteLostError` on the others when a site stays away, or "go on"
+            without it. The step under way then counts on all sites that are left, or on none. All
+            of them raise `og.SitesChangedError` once, in this step if it counts on none and in the
+            next one otherwise, and go on.
+        min_sites: least number of sites that go on; with fewer, all raise.
 
     Raises:
-        ValueError: a setting cannot be.
+        ValueError: a setting is not valid.
+        TypeError: `hub` or `kit` is of another type.
     """
 
     hub: str | None = None
@@ -76,11 +77,11 @@ class Star:
     def open(
         self, device: torch.device, *_: Any, timeout: timedelta | None = None, **__: Any
     ) -> StarComm:
-        """A session on the line of this process.
+        """Opens a session on the line of this process.
 
         Args:
             device: of the tensors that will be sent.
-            timeout: how long a message may take.
+            timeout: of a message.
 
         Raises:
             ValueError: the kit cannot be read, or a site differs in `blind`.
@@ -93,20 +94,20 @@ class Star:
         return self._line.open(device, patience_s)
 
     def close(self) -> None:
-        """Leaves, when what was sent has arrived. A process that ends does it by itself."""
+        """Leaves, when all that was sent has arrived. A process that ends does it by itself."""
         if self._line is not None:
             self._line.latest.dialler.finish()
 
 
 class _Line:
-    """The line of a process; ends with the last that holds it.
+    """The line of a process, which ends with the last reference to it.
 
     Args:
-        star: what the user has said.
+        star: settings of the user.
         kit: of the site.
-        patience_s: how long the hub may be out of reach.
-        line: where sites go on from an earlier run, that of the new one.
-        coming: names of those that did not take part in that.
+        patience_s: seconds that the hub may be out of reach.
+        line: line of the new run, if sites go on from an earlier run.
+        coming: names of the sites that did not take part in the earlier run.
     """
 
     def __init__(
@@ -126,20 +127,20 @@ class _Line:
         self._coming = tuple(coming)
         self.dialler: Dialler = Dialler(self._line, star.hub or kit.hub, kit, patience_s)
         end = weakref.finalize(self, self.dialler.end)
-        end.atexit = False  # the dialler has its own way then
+        end.atexit = False  # `leave_all_stars` ends the dialler then
 
     @property
     def latest(self) -> _Line:
-        """This one, or that by which its site has gone on without others."""
+        """This line, or the one by which its site has gone on with other sites."""
         return self if self._next is None else self._next.latest
 
     @property
     def min_sites(self) -> int | None:
-        """How many have to be left to go on without others; None where a lost site ends the run."""
+        """Least number of sites that go on without others; None if a lost site ends the run."""
         return self._star.min_sites if self._star.when_lost == "go on" else None
 
     def go_on(self, sites: Sequence[int], coming: Sequence[str] = ()) -> _Line:
-        """Begins to reach these sites alone, and those that come."""
+        """Begins a new line, to these sites and to those that are coming."""
         names = [self._line.names[site] for site in sites]
         return self._continued(self._line.run, [*names, *coming], coming)
 
@@ -154,7 +155,7 @@ class _Line:
 
     @property
     def is_over(self) -> bool:
-        """Whether it cannot be used any more."""
+        """True if the line cannot be used any more."""
         return self._line.has_failed or self._line.has_left
 
     def open(self, device: torch.device, patience_s: float) -> StarComm:
@@ -173,14 +174,14 @@ class _Line:
         return comm
 
     def _taken_in(self, run: int, names: Sequence[str]) -> _Line:
-        """This site has called anew, and those that train take it in."""
+        """Begins a new line to the sites that train, which admit this one."""
         known = self._star.when_lost == "go on"
         if not known:
             raise RuntimeError("the others train: pass og.Star(when_lost='go on') to be taken in")
         return self._continued(run, names, [self._kit.site])
 
     def sealed(self, comm: StarComm) -> StarComm:
-        """By the same line, so that the hub reads nothing; called on all sites at once."""
+        """Returns encrypted collectives on the same line; all sites have to call it together."""
         from outergrad.star.comm import StarComm
 
         seal = self._seal or self._seals("handing over", comm.patience_s)
@@ -189,13 +190,13 @@ class _Line:
         return sealed
 
     def _agree(self, patience_s: float) -> Seal | None:
-        """Whether to encrypt, and by which keys."""
+        """Agrees with all sites on whether to encrypt, and on the keys."""
         from outergrad.star.meeting import exchange_texts
 
         line = self._line
         seal = self._new_seal() if self._star.blind else None
         own = "" if seal is None else seal.announcement()
-        first = line.epoch == 0  # who is missing later is lost in the first step
+        first = line.epoch == 0  # in a continued run, the first step finds that a site is lost
         told = exchange_texts(line, "keys", own, patience_s, of_gone=first)
         if len({bool(one) for one in (own, *told.values())}) > 1:
             told = {line.rank: own, **told}
@@ -224,11 +225,11 @@ class _Line:
 
 KIT_VARIABLE = "OUTERGRAD_KIT"
 _lines: weakref.WeakValueDictionary[tuple[str, str, bool], _Line] = weakref.WeakValueDictionary()
-"""Of this process: a site has one, and the hub takes a second one for a process begun anew."""
+"""Lines of this process, one per site: the hub would take a second one for a new process."""
 
 
 def _line_of(star: Star, patience_s: float) -> _Line:
-    """The one that there is, unless it has come to its end."""
+    """Returns the line for these settings, a new one if there is none that can be used."""
     kit = star.kit or os.environ.get(KIT_VARIABLE) or _missing_kit()
     key = star.hub or "", os.path.realpath(kit), star.blind
     line = _lines.get(key)
@@ -241,7 +242,7 @@ def _line_of(star: Star, patience_s: float) -> _Line:
 
 
 def leave_all_stars() -> None:
-    """Leaves, on all lines of this process, when what was sent has arrived."""
+    """Leaves, on all lines of this process, when all that was sent has arrived."""
     dial = sys.modules.get("outergrad.star.dial")
     if dial is not None:
         dial.finish_all()

@@ -1,4 +1,4 @@
-"""How much a site may send before the others have taken what it sent: what bounds all memory."""
+"""Flow control: how much a site may send before the others have it, which bounds all memory."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections import Counter
 from outergrad.star.frames import LANES, Frame, Kind, MalformedError
 
 WINDOW_BYTES = 8 << 20
-"""Per lane of a site, on their way to other sites."""
+"""Bytes per lane of a site that may be on their way to other sites."""
 TEXTS = LANES
-"""In the place of a lane: of texts, which the hub alone counts; no site leaves so many."""
+"""Number in place of a lane for texts, which only the hub counts: no site leaves a window full."""
 _FRAME_BYTES = 1 << 10
-"""What a frame costs besides its payload."""
+"""Bytes that a frame costs besides its payload."""
 _ACK = struct.Struct(f"!{1 + LANES}Q")
 
 
 def cost_of(frame: Frame) -> int:
-    """Of a window, bytes."""
+    """Returns the bytes that a frame takes of a window."""
     return len(frame.payload) + _FRAME_BYTES
 
 
 class Window:
-    """Of one site, at both ends of its line: counts what was sent in each lane, and what was taken.
+    """The window of one site, at both ends of its line: bytes sent and taken in each lane.
 
-    Lanes have windows of their own: one that is full must not hold up votes.
+    Lanes have windows of their own: a full one must not hold up votes.
     """
 
     def __init__(self) -> None:
@@ -32,14 +32,14 @@ class Window:
         self.taken: Counter[int] = Counter()
 
     def is_open(self, lane: int) -> bool:
-        """Whether one more frame may be sent."""
+        """True if one more frame may be sent."""
         return self._sent[lane] - self.taken[lane] < WINDOW_BYTES
 
     def send(self, frame: Frame) -> None:
-        """Counts one more.
+        """Counts a frame.
 
         Raises:
-            MalformedError: it should not have been sent yet.
+            MalformedError: the frame should not have been sent yet.
         """
         lane = TEXTS if frame.kind == Kind.TEXT else frame.lane
         if not self.is_open(lane):
@@ -47,29 +47,25 @@ class Window:
         self._sent[lane] += cost_of(frame)
 
     def ack(self, heard: int) -> Frame:
-        """What tells the other end.
-
-        Args:
-            heard: number of the last frame that came from there.
-        """
+        """Returns the acknowledgement for the other end, whose frames up to `heard` have come."""
         taken = (self.taken[lane] for lane in range(LANES))
         return Frame(Kind.ACK, _ACK.pack(heard, *taken))
 
     def update(self, ack: Frame) -> None:
-        """Takes over what the other end has told of this one.
+        """Takes over the bytes that the other end acknowledges as taken.
 
         Raises:
-            MalformedError: it told what cannot be.
+            MalformedError: the acknowledgement cannot be read.
         """
         for lane, count in enumerate(_read(ack)[1:]):
             self.taken[lane] = max(self.taken[lane], count)
 
 
 def heard_in(ack: Frame) -> int:
-    """Number of the last frame that the other side has.
+    """Returns the number of the last frame that the other side has received.
 
     Raises:
-        MalformedError: it told what cannot be.
+        MalformedError: the acknowledgement cannot be read.
     """
     return _read(ack)[0]
 

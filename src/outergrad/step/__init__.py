@@ -1,1 +1,1 @@
-"""One backward that is shared: collect, send, commit, write."""
+"""One synchronised backward pass: capture, exchange, commit, write `param.grad`."""

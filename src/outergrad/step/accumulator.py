@@ -1,4 +1,4 @@
-"""What several backward passes leave for one shared step."""
+"""Gradient accumulation over several backward passes, until a synchronised step."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from outergrad.step.seals import Seals
 
 
 class Accumulator:
-    """Sums of this site's gradients over several backward passes: as rows while they pay.
+    """Sums of this site's gradients over several backward passes, kept as rows while that pays.
 
-    Passes in `no_sync` leave their gradients in `param.grad`, where the user may look at them.
-    A unit's rows are kept beside them, to travel in their place, only while they are all that is
-    in `param.grad`: from when there was no gradient, and until somebody else, autograd itself
-    too, writes one. What methods with `every=k` do not share yet is kept outside `param.grad`: as
-    rows, else formed.
+    Passes under `no_sync` leave their gradients in `param.grad`, where the user may read them. A
+    unit's rows are kept beside them, to travel in their place, only while they are the whole of
+    `param.grad`: from a state without a gradient until anyone else, autograd included, writes one.
+    Gradients of methods with `every=k` that are not due yet are kept outside `param.grad`: as rows
+    if possible, else formed.
 
     Args:
-        model: what they belong to.
-        pays: the local part of the choice between factors and dense.
+        model: the model of the units.
+        pays: decides, for this site alone, whether factors are cheaper than the dense gradient.
     """
 
     def __init__(self, model: Model, pays: Pays) -> None:
@@ -41,12 +41,12 @@ class Accumulator:
 
     @property
     def numel(self) -> int:
-        """Numbers that are kept."""
+        """Number of elements that are kept."""
         formed = sum(t.numel() for t in self._formed.values())
         return self._beside.numel + self._rows.numel + formed
 
     def clear(self) -> None:
-        """Drops all of it."""
+        """Drops everything that is kept."""
         self._clear_beside()
         self._clear_outside()
 
@@ -73,7 +73,7 @@ class Accumulator:
             self._forget(unit)
 
     def _may_keep(self, unit: Unit, slot: Slot, written: Collection[str]) -> bool:
-        """Whether rows are all that there is of a unit, before a product is added to it."""
+        """True if kept rows are the whole gradient of a unit, before a product is added to it."""
         seals = self._seals.get(unit)
         if seals is not None and not seals.hold(slot.params):
             self._forget(unit)
@@ -91,10 +91,10 @@ class Accumulator:
         return all(self._model.params[name].grad is None for name in unit.params)
 
     def take(self, used: Set[str]) -> CarriedOver:
-        """Hands over the rows beside `param.grad`, and sets to zero what they stand for.
+        """Hands over the rows beside `param.grad`, and zeroes the gradients that they stand for.
 
         Args:
-            used: parameters that the backward of the shared step leaves a gradient in.
+            used: parameters in which the backward of the synchronised step leaves a gradient.
         """
         stacked: dict[Slot, Sequence[Factors]] = {}
         for unit, seals in self._seals.items():
@@ -109,11 +109,11 @@ class Accumulator:
 
     @torch.no_grad()
     def keep(self, captured: Captured, carried_over: CarriedOver) -> None:
-        """Takes in what a backward brought, and leaves no gradient in the parameters.
+        """Accumulates what a backward captured, and leaves no gradient in the parameters.
 
         Args:
-            captured: by the backward, of a part of the model.
-            carried_over: what passes in `no_sync` left before it.
+            captured: factors that the backward captured, of a part of the model.
+            carried_over: rows that passes under `no_sync` left before it.
         """
         part, used, new = captured.model, captured.used, captured.take()
         for unit in part.units:
@@ -137,13 +137,13 @@ class Accumulator:
         """Gives back what is kept of a part, as rows of earlier passes or in `param.grad`.
 
         Args:
-            part: of the model.
-            used: its parameters that the backward leaves a gradient in.
-            carried_over: what passes in `no_sync` left before it.
+            part: part of the model.
+            used: parameters of the part in which the backward leaves a gradient.
+            carried_over: rows that passes under `no_sync` left before it.
             rows: whether the step can take rows.
 
         Returns:
-            What the step takes over, and the parameters that got a gradient.
+            The rows that the step takes over, and the parameters whose `param.grad` was written.
         """
         stacked: dict[Slot, Sequence[Factors]] = {}
         written: set[str] = set()
@@ -162,7 +162,7 @@ class Accumulator:
         return CarriedOver(stacked, counts), written | formed.keys()
 
     def _as_rows(self, unit: Unit, used: Set[str], carried_over: CarriedOver) -> bool:
-        """Whether rows are all that there is of the unit."""
+        """True if rows are the whole gradient of the unit."""
         in_rows = any(slot in carried_over.stacked for slot in unit.slots)
         fresh = in_rows or self._is_fresh(unit)
         return fresh and is_whole(unit, used) and self._formed.keys().isdisjoint(unit.params)
@@ -199,7 +199,7 @@ class Accumulator:
     # -- saved and loaded -----------------------------------------------------------------------
 
     def state(self) -> StateDict:
-        """Copies of what is kept; slots by their number in the model."""
+        """Returns copies of what is kept; slots are keyed by their number in the model."""
         index = {slot: str(k) for k, slot in enumerate(self._model.slots)}
         return {
             "formed": {name: t.detach().clone() for name, t in self._formed.items()},
@@ -209,11 +209,11 @@ class Accumulator:
 
     @torch.no_grad()
     def load(self, states: Sequence[StateDict], weight: float) -> None:
-        """Takes over what some sites kept: as it was, or, of several or weighted, formed.
+        """Restores what sites kept; rows of several sites, or weighted ones, become gradients.
 
         Args:
-            states: of these sites.
-            weight: how many times they count.
+            states: saved states of these sites.
+            weight: factor by which their gradients are multiplied.
         """
         self._clear_outside()
         slots, params = self._model.slots, self._model.params

@@ -1,17 +1,17 @@
-"""How sites that lost others agree on what counts: on a board, in slots that are written once.
+"""Agreement of the sites that are left on what counts, through write-once slots of a board.
 
-Each site has a slot for its word: how many steps it has made. A site that waits for it in vain
-writes there that it was given up; whichever comes first stands. So all read the same words, and
-the greatest number in them is where all go: who has made that step puts what it brought on the
-board, for those that lack a message of it.
+Each site has a slot for its failure report, which says how many steps it has made. A site that
+waits for it in vain writes there that the other is given up; whichever comes first stands. So all
+read the same reports. The greatest count in them is the goal of all: a site that has made that step
+puts its result on the board, for sites that lack a message of it.
 
-A site may lie. Each slot is its writer's own, where the board sees to that (a hub's does, a store
-does not). What sites say of each other's steps has to fit together: no two can be further apart
-than one step, and all that have made the greatest number say by a digest what it brought. Where
-it does not fit, nobody takes anything, nobody goes on, and all say who contradicts whom.
+A site may lie. Where the board enforces it, each slot belongs to its writer (a hub's board does, a
+store does not). Reports of steps have to be consistent: no two sites are more than one step apart,
+and all with the greatest count publish a digest of the result. Otherwise no site takes a result or
+goes on, and all say who contradicts whom.
 
-This is a generator: it yields what it asks of the board and is sent the answers. So the model of
-the protocol (`outergrad_lab.checking`) runs the very same lines on a board of its own.
+The agreement is a generator: it yields requests to the board and is sent the answers. So the model
+of the protocol (`outergrad_lab.checking`) runs this very code on a board of its own.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from outergrad.step.going_on import GOING_ON, GoesOn
 from outergrad.step.lost import FAREWELL_S, Findings, awaited_by, lost_of, named, told_by
 
 ANSWERS_S = 2.0
-"""How long to wait for the word of a site: one that lives has a thread that leaves it."""
+"""Seconds to wait for the report of a site: a live site has a thread that leaves it."""
 STEP_S = 30.0
-"""How long to wait for what a step brought, and for the others to have it."""
+"""Seconds to wait for the result of a step, and for the others to confirm that they have it."""
 STAYS_S = 2.0
-"""How long the site that holds the store waits until the others have read."""
+"""Seconds that the site with the store waits until the others have read."""
 _DIGITS = 20
 GIVEN_UP, THERE, NOWHERE = "given up", "there", "nowhere"
 TROUBLE = "trouble"
-"""The slot that says that some site has given up."""
+"""Slot that is written once some site has aborted."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a site knows in the end.
+    """Outcome of an agreement for this site.
 
     Attributes:
-        findings: of its error.
-        content: what the step brought that this site has still to take; None if there is none.
-        goes_on: who goes on without the others, if any do; this site, too.
+        findings: what is known about the lost sites and the step.
+        content: packed result of a step that this site has still to apply; None if there is none.
+        goes_on: sites that go on without the others, this one included; None if none do.
     """
 
     findings: Findings
@@ -56,44 +56,43 @@ class Outcome:
 
 
 def word_slot(site: int) -> str:
-    """Where a site writes its word, or others that they gave it up."""
+    """Slot of a site's failure report, or of `GIVEN_UP` written by another site."""
     return f"word {site}"
 
 
 def digest_of(content: bytes) -> str:
-    """Of what a step brought."""
+    """SHA-256 digest of the packed result of a step."""
     return hashlib.sha256(content).hexdigest()
 
 
 def _brought_slot(goal: int, site: int) -> str:
-    """Where a site writes the digest of what the last of so many steps brought."""
+    """Slot of a site's digest of a step result, whose bytes are under `_step_key`."""
     return f"brought {goal} {site}"
 
 
 def _number(said: str) -> int:
-    """Steps that a site says it has made in the end; -1 where it says what is no number."""
+    """Parses the final step count that a site confirmed; -1 if it is no number."""
     return int(said) if said.isdecimal() and len(said) < _DIGITS else -1
 
 
 def _step_key(goal: int, site: int) -> str:
-    """Where it puts that."""
     return f"step {goal} {site}"
 
 
 class Agreement:
-    """Of one site with the others that are left.
+    """Agreement of one site with the others that are left.
 
     Args:
-        rank: of this site.
-        sites: how many there are.
-        host: the site that the board ends with, if any.
-        patience_s: T.
-        word: this site's.
-        kept: what a step brought, by how many steps there are with it; None if it is not known.
-        clock: the time, in seconds.
-        on_left: called once the word is there: from then on the others may hear of the trouble.
-        min_sites: how many have to be left to go on without others; None where none do.
-        digest: of a content.
+        rank: rank of this site.
+        sites: number of sites.
+        host: site with which the board ends, if any.
+        patience_s: seconds that a message may take (T).
+        word: failure report of this site.
+        kept: returns the result of the step that leads to a step count; None if unknown.
+        clock: returns the time in seconds.
+        on_left: called once the report is written: from then on others may notice the failure.
+        min_sites: sites that must be left to go on without others; None if sites never do.
+        digest: returns the digest of a step result.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class Agreement:
         self._others = [site for site in range(sites) if site != rank]
 
     def reach(self) -> Asking[Outcome]:
-        """All of it."""
+        """Runs the agreement."""
         made, words, numbers, confirmed = self._word.made, dict[int, Standing](), {}, set[int]()
         content = goes_on = None
         liars = set[int]()
@@ -137,7 +136,7 @@ class Agreement:
             said = yield from self._confirmed(asked)
             confirmed = ended | said.keys()
             numbers |= {site: _number(text) for site, text in said.items()}
-            if lacks and not liars:  # who has confirmed has said before what the step brought
+            if lacks and not liars:  # sites publish their digest before they confirm
                 liars = self._liars(words, (yield from self._said_of(goal, ahead)))
             if not liars:
                 level = {site for site, number in said.items() if number == str(made)}
@@ -152,10 +151,10 @@ class Agreement:
             return Outcome(self._deceived(words, liars))
         return Outcome(self._findings(words, numbers, made, confirmed), content, goes_on)
 
-    # -- on the board -----------------------------------------------------------------------------
+    # -- board requests ---------------------------------------------------------------------------
 
     def _words(self) -> Asking[dict[int, Standing]]:
-        """Those of the sites that were not given up: the same on every site."""
+        """Leaves this site's report; returns those of all sites not given up, the same on all."""
         yield First(word_slot(self._rank), self._word.text())
         yield First(TROUBLE, str(self._rank))
         self._on_left()
@@ -167,7 +166,7 @@ class Agreement:
         return found
 
     def _word_of(self, site: int, until: float) -> Asking[Standing | None]:
-        """What a site has left; of who has left nothing in time, that it was given up."""
+        """Returns the report of a site; gives it up and returns None if none comes in time."""
         while True:
             gone = self._min_sites is not None and (yield Gone(site))
             text = yield Slot(word_slot(site))
@@ -175,7 +174,7 @@ class Agreement:
                 text = yield Farewell(site)
                 farewell = None if text is None else Standing.of(text)
                 if text is not None and farewell is not None and not farewell.goes_on:
-                    # Into the slot: it may be another text by the time that others look.
+                    # Copied to the slot: the farewell may change before other sites read it.
                     text = yield First(word_slot(site), text)
                 else:
                     text = None
@@ -192,12 +191,15 @@ class Agreement:
     def _forwarded(
         self, goal: int, ahead: Sequence[int], wait_s: float
     ) -> Asking[tuple[bool, Any]]:
-        """Whether the step before the goal is there for those that lack it, and what it brought.
+        """Publishes or fetches the result of the step that leads to the goal.
 
         Args:
-            goal: how many steps there are with it.
-            ahead: sites that have made it.
-            wait_s: for how long to wait for it.
+            goal: step count that includes this step.
+            ahead: sites that have made the step.
+            wait_s: seconds to wait for the result.
+
+        Returns:
+            Whether the sites that lack the result can have it, and the result.
         """
         content = self._kept(goal) if self._word.made == goal else None
         if content is not None:
@@ -208,6 +210,7 @@ class Agreement:
         until = self._clock() + wait_s
         while (way := (yield Slot(f"way to {goal}"))) is None and self._clock() < until:
             yield Rest(until)
+        # The first text in this slot decides for all sites.
         way = yield First(f"way to {goal}", NOWHERE)
         for site in ahead if way == THERE else ():
             digest = yield Slot(_brought_slot(goal, site))
@@ -217,7 +220,6 @@ class Agreement:
         return False, None
 
     def _said_of(self, goal: int, ahead: Sequence[int]) -> Asking[dict[int, str]]:
-        """What the sites that have made a step say of it."""
         found = dict[int, str]()
         for site in ahead:
             if (digest := (yield Slot(_brought_slot(goal, site)))) is not None:
@@ -225,7 +227,7 @@ class Agreement:
         return found
 
     def _confirmed(self, sites: set[int]) -> Asking[dict[int, str]]:
-        """Those that have said that they are where all are, and where that is."""
+        """Returns the final step counts that sites have confirmed, as text."""
         until, found = self._clock() + self._step_s, dict[int, str]()
         for site in sites:
             while (text := (yield Slot(f"made {site}"))) is None and self._clock() < until:
@@ -237,12 +239,12 @@ class Agreement:
     def _going_on(
         self, words: Mapping[int, Standing], level: set[int], made: int
     ) -> Asking[GoesOn | None]:
-        """Those that go on without others, as the first site says that has got here.
+        """Returns the sites that go on without others, as the first site to get here proposed.
 
         Args:
-            words: of all sites that were not given up.
+            words: reports of all sites that were not given up.
             level: sites that have made as many steps as this one.
-            made: so many.
+            made: number of steps that this site has made.
         """
         if self._min_sites is None or self._rank not in words:
             return None
@@ -254,7 +256,7 @@ class Agreement:
         return GoesOn.of(text, self._rank, made)
 
     def _reasons(self, words: Mapping[int, Standing]) -> Asking[dict[int, Standing]]:
-        """Why sites closed their connections that were about to end: they say so a little later."""
+        """Reads why sites closed connections before they ended: they say so a little later."""
         until, found = self._clock() + FAREWELL_S, dict[int, Standing]()
         for site in set(self._word.gone) & words.keys():
             word = words[site]
@@ -268,14 +270,14 @@ class Agreement:
         return found
 
     def _leave(self, others: set[int]) -> Asking[None]:
-        """The board ends with the site that holds it: that one goes last."""
+        """Lets the host go last, because the board ends with it."""
         yield First(f"read by {self._rank}", "all")
         until = self._clock() + STAYS_S
         for site in others if self._rank == self._host else ():
             while (yield Slot(f"read by {site}")) is None and self._clock() < until:
                 yield Rest(until)
 
-    # -- what follows -----------------------------------------------------------------------------
+    # -- conclusions ------------------------------------------------------------------------------
 
     def _findings(
         self,
@@ -302,11 +304,11 @@ class Agreement:
         )
 
     def _liars(self, words: Mapping[int, Standing], said: Mapping[int, str]) -> set[int]:
-        """Sites whose words cannot all be true: as far as can be told, those that lie.
+        """Returns the sites that contradict others: as far as can be told, those that lie.
 
         Args:
-            words: of all sites that were not given up.
-            said: what those that are ahead say that the last step brought.
+            words: reports of all sites that were not given up.
+            said: digests that the sites ahead published of the result of the last step.
         """
         apart = {
             (site, other)
@@ -321,7 +323,7 @@ class Agreement:
         return against or {site for site, count in counts.items() if count == most}
 
     def _deceived(self, words: Mapping[int, Standing], liars: set[int]) -> Findings:
-        """Nobody can know how far the others are."""
+        """Findings if reports are inconsistent: no site can know how far the others are."""
         who = tuple(sorted(liars))
         doubt = f"{named(who)} told of {'its' if len(who) == 1 else 'their'} steps what cannot be"
         others = {site: one for site, one in words.items() if site != self._rank}
@@ -342,13 +344,13 @@ class Agreement:
     def _lost_as_seen_by(
         rank: int | None, words: Mapping[int, Standing], unknown: set[int]
     ) -> tuple[int, ...]:
-        """Who has ended in order is to blame only where nobody else is."""
+        """Returns the lost sites; one that ended in order is to blame only if no other is."""
         own, known = -1 if rank is None else rank, dict(words)
         in_order = {s: replace(one, ended="") for s, one in words.items() if one.ended == "session"}
         return lost_of(own, known | in_order, unknown) or lost_of(own, known, unknown)
 
     def _alone(self) -> Findings:
-        """Nothing can be known of the others."""
+        """Findings if the board is gone: nothing can be known of the others."""
         suspects = tuple(sorted({*self._word.gone, *self._word.silent}))
         return Findings(
             lost=suspects if self._host in (None, self._rank) else (self._host,),

@@ -1,4 +1,4 @@
-"""What sites ask each other by way of a board, and where the answers stand."""
+"""Peer requests: questions that sites ask each other on the board, and slots of the answers."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from dataclasses import dataclass
 from outergrad.core.transport import Board
 
 ALL = -1
-"""In place of a site: every other one is asked."""
+"""Sentinel for `Question.of`: every other site is asked."""
 MADE = -2
-"""In place of a message's place: when has the site made so many steps?"""
+"""Sentinel for `Question.place`: report when `made` steps are made."""
 
 
 def asked_slot(number: int) -> str:
-    """Where a site asks others for something; the next one takes the next number."""
+    """Slot of a request; the next request takes the next number."""
     return f"asked {number}"
 
 
 def answer_key(number: int) -> str:
-    """Where it finds the answer."""
+    """Board key of the answer to a request."""
     return f"answer {number}"
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a site asks.
+    """Request of a site to another one, or to all.
 
     Attributes:
-        by: the site.
-        of: which one is asked, or ALL.
-        made: how many steps the one that asks has made.
-        place: of the message that it asks for again in the next one, or MADE.
+        by: site that asks.
+        of: site that is asked, or ALL.
+        made: number of steps that the asking site has made.
+        place: index of the message, in the next step, that is requested again; or MADE.
     """
 
     by: int
@@ -41,12 +41,12 @@ class Question:
     place: int
 
     def text(self) -> str:
-        """As it is written; another one of the same site is another text."""
+        """Returns its JSON text, made unique by the time."""
         return json.dumps({**vars(self), "at": time.time_ns()})
 
     @staticmethod
     def of_text(text: str) -> Question | None:
-        """What stands in a slot; None if it cannot be read."""
+        """Parses the text of a slot; None if it cannot be read."""
         try:
             asked = json.loads(text)
             return Question(*(int(asked[key]) for key in ("by", "of", "made", "place")))
@@ -55,11 +55,11 @@ class Question:
 
 
 def ask(board: Board, question: Question, start: int) -> int:
-    """Writes a question; returns its number.
+    """Writes a request to the board; returns its number.
 
     Args:
-        board: where.
-        question: which.
+        board: the board.
+        question: the request.
         start: all numbers below are taken.
     """
     text, number = question.text(), start

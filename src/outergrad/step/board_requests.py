@@ -1,4 +1,4 @@
-"""What an agreement asks of the board; it yields these, and is sent the answers."""
+"""Requests that an agreement yields to the board; the answers are sent to its generator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class First:
-    """Writes a text into a slot, unless one stands there: what does is the answer."""
+    """Writes a text into a slot if it is empty; the answer is the text that stands there then."""
 
     key: str
     text: str
@@ -19,7 +19,7 @@ class First:
 
 @dataclass(frozen=True)
 class Slot:
-    """What stands in such a slot is the answer; None if nothing does."""
+    """Reads a slot of `First`; the answer is None if it is empty."""
 
     key: str
 
@@ -34,28 +34,28 @@ class Put:
 
 @dataclass(frozen=True)
 class Get:
-    """What was put there; None if nothing was."""
+    """Reads what `Put` wrote; the answer is None if nothing was."""
 
     key: str
 
 
 @dataclass(frozen=True)
 class Farewell:
-    """What a site left when it ended in order; None if it has not."""
+    """Reads the text a site left when it ended in order; the answer is None if there is none."""
 
     site: int
 
 
 @dataclass(frozen=True)
 class Gone:
-    """Whether a site is known to write nothing more."""
+    """Asks if a site is known to write nothing more; the answer is a bool."""
 
     site: int
 
 
 @dataclass(frozen=True)
 class Rest:
-    """Nothing, a little later: when something may have changed, or a time has come."""
+    """Pauses until something may have changed, or `until` is reached; the answer is None."""
 
     until: float
 

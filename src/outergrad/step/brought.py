@@ -1,6 +1,6 @@
-"""What a step brought, as bytes: for sites that lack some message of it and lost its sender.
+"""Step results as bytes, for sites that lack a message of a step and lost its sender.
 
-Bytes that come from another site's board are read within bounds, and may be anything.
+The bytes come from another site's board. They are read within bounds, and may be anything.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class Brought:
-    """What came of a step.
+    """Result of a step.
 
     Attributes:
-        applied: whether it counts.
-        means: by parameter, what replaces `param.grad`.
-        additions: by parameter, what is added to it.
-        buffers: by name, what they are.
+        applied: whether the step counts.
+        means: by parameter, the mean gradient that replaces `param.grad`.
+        additions: by parameter, the mean gradient that is added to `param.grad`.
+        buffers: by name, the agreed values of buffers.
     """
 
     applied: bool
@@ -35,7 +35,7 @@ class Brought:
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
     def packed(self) -> bytes:
-        """As it stands on a board."""
+        """Returns the bytes for a board: length of the header, JSON header, raw tensors."""
         parts = [dict(self.means), dict(self.additions), dict(self.buffers)]
         told = [[[n, str(t.dtype), list(t.shape)] for n, t in p.items()] for p in parts]
         tensors = [raw(t).cpu() for part in parts for t in part.values()]
@@ -46,7 +46,7 @@ class Brought:
 
     @staticmethod
     def of(content: bytes) -> Brought | None:
-        """What another site has put there; None if it cannot be read."""
+        """Parses the bytes that another site has put on the board; None if they cannot be read."""
         try:
             start = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
             told = json.loads(content[_LENGTH_BYTES:start])

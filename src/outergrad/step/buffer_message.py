@@ -1,4 +1,4 @@
-"""The message of a step that brings shared buffers together, behind the last gradients."""
+"""The message of a step that synchronises shared buffers, after the last gradients."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from outergrad.step.buffers import RegisteredBuffer, SharedBuffers, Values
 
 
 class Parties(Protocol):
-    """Whose buffers come together: the sites of a step, or the ranks of one site."""
+    """Participants whose buffers are synchronised: the sites of a step, or the ranks of a site."""
 
     @property
     def headers(self) -> Sequence[Header]:
-        """What each of them has."""
+        """Headers of all participants."""
         ...
 
     @property
     def comm(self) -> Comm:
-        """Between them."""
+        """Transport between the participants."""
         ...
 
     @property
     def state(self) -> State:
-        """How this one fares."""
+        """State of this participant."""
         ...
 
 
 class BufferMessage:
-    """Buffers that are to come together.
+    """Synchronisation of buffers in one step.
 
-    One site's, the lowest that has a batch, go to all; by "mean" each other site that has one
-    sends its floating ones, too. A preamble says of each whether it is there.
+    The lowest site that has a batch sends its buffers to all. With "mean", each other site that has
+    one sends its floating-point buffers, too. A preamble says of each buffer whether it is there.
 
     Args:
-        buffers: of the model.
-        context: what all have, and how to reach them.
+        buffers: buffers of the model.
+        context: headers, transport and state of the participants.
 
     Attributes:
-        first: the name of one of them.
-        sizes: of the messages of all sites, in bytes; empty where nothing is to be sent.
-        gathered: the messages of all sites; None where nothing is sent.
+        first: name of the first buffer; empty if nothing is sent.
+        sizes: bytes of the messages of all sites; empty if nothing is sent.
+        gathered: messages of all sites; None if nothing is sent.
     """
 
     def __init__(self, buffers: SharedBuffers, context: Parties) -> None:
@@ -68,19 +68,19 @@ class BufferMessage:
         self.sizes = [self._nbytes(header) for header in self._headers] if places else []
 
     def expect(self, turn: int) -> None:
-        """Posts the receives of those of the other sites in a turn."""
+        """Posts the receives of the other sites' messages in a turn."""
         if self.sizes:
             self._context.comm.expect(self.sizes, turn)
 
     def start(self) -> None:
-        """Sends this site's."""
+        """Sends this site's message."""
         if self.sizes:
             message = self._packed(self.sizes[self._rank])
             work = self._context.comm.all_gather(message, self.sizes)
             self.gathered = Gathered(work, message)
 
     def receive(self) -> int:
-        """Waits for those of all sites; a digest of them.
+        """Waits for the messages of all sites; returns a digest of them.
 
         Raises:
             RefusedError: a message is not as it was sent.
@@ -97,7 +97,6 @@ class BufferMessage:
             self._buffers.take(self.values())
 
     def _sent_by(self, site: Header) -> list[RegisteredBuffer]:
-        """What a site sends."""
         counts = site.weight > 0 or site.rank == self._source
         means = self._means if counts else []
         return [*means, *(self._taken if site.rank == self._source else [])]
@@ -126,7 +125,7 @@ class BufferMessage:
         return Preamble.read(message, expected, site.rank)
 
     def values(self) -> Values:
-        """The agreed value of each buffer that was sent; after `receive`."""
+        """Returns the agreed value of each buffer that was sent; call it after `receive`."""
         if self.gathered is None:
             return {}
         triples = zip(self._messages, self._headers, self._preambles, strict=True)
@@ -135,7 +134,7 @@ class BufferMessage:
         return taken | {p: self._mean([part.get(p) for part in found]) for p in self._means}
 
     def _mean(self, values: Sequence[Tensor | None]) -> Tensor | None:
-        """By the weights of the gradients, in the order of sites; the source's if all are 0."""
+        """Mean by the gradients' weights, in the order of sites; the source's if all are 0."""
         weights = [h.weight for h in self._headers]
         pairs = [(w, v) for w, v in zip(weights, values, strict=True) if v is not None and w]
         if not pairs:
@@ -146,7 +145,7 @@ class BufferMessage:
 
 
 def _parts(message: Tensor, places: Sequence[RegisteredBuffer]) -> Sequence[Tensor]:
-    """The bytes of each, behind the preamble."""
+    """Splits a message behind its preamble into the bytes of each buffer."""
     sizes = [place.nbytes for place in places]
     return message[Preamble.nbytes(len(places), 0) :].split(sizes) if places else []
 

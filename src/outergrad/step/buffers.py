@@ -1,8 +1,8 @@
-"""Buffers that forwards write to, as running statistics: what becomes of them in a shared step.
+"""Synchronisation of buffers that forward passes write to, such as running statistics.
 
 Constant tables and masks cost nothing: every site says in its header which buffers were written to
-since the last step, and those that some site wrote to travel, as bytes, in one message that goes
-with the last gradients.
+since the last step. Those that some site wrote to travel, as bytes, in one message that goes with
+the last gradients.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _COUNTER = "num_batches_tracked"
 
 
 _Seen = tuple[Tensor | None, int]
-"""A buffer and its mark."""
+"""A buffer and its mark at the time."""
 
 
 @dataclass(frozen=True, eq=False)
 class RegisteredBuffer:
-    """Where a buffer is registered, and what it was when the sites agreed on it."""
+    """Place where a buffer is registered, with the shape and dtype that sites agreed on."""
 
     name: str
     module: nn.Module
@@ -42,7 +42,7 @@ class RegisteredBuffer:
 
     @property
     def registered(self) -> Tensor | None:
-        """What is there now."""
+        """Tensor that is registered now."""
         registered = self.module._buffers
         if isinstance(registered, dict):
             return registered.get(self.key)
@@ -50,51 +50,51 @@ class RegisteredBuffer:
 
     @property
     def tensor(self) -> Tensor | None:
-        """What is there now, if it is as it was."""
+        """Tensor that is registered now; None if its shape or dtype is another one."""
         t = self.registered
         fits = t is not None and (t.shape, t.dtype) == (self.shape, self.dtype)
         return t if fits else None
 
     @property
     def mark(self) -> int:
-        """What changes when it is written to: the version."""
+        """Number that changes when the buffer is written to: its version."""
         return _version(self.tensor)
 
     @property
     def nbytes(self) -> int:
-        """On the wire."""
+        """Bytes on the wire."""
         return self.shape.numel() * self.dtype.itemsize
 
 
 class FrozenParameter(RegisteredBuffer):
-    """A parameter that is not trained, and that the loop writes to, as an average of others."""
+    """A parameter that is not trained but written to by the loop, as an average of others."""
 
     @property
     def registered(self) -> Tensor | None:
-        """What is there now."""
+        """Tensor that is registered now."""
         return self.module._parameters.get(self.key)
 
     @property
     def mark(self) -> int:
-        """The sum of its bits: averages are often written past the version, by `p.data.mul_()`."""
+        """Sum of its bits: averages are often written past the version, by `p.data.mul_()`."""
         t = self.tensor
         return 0 if t is None else sum_of_bits(t)
 
 
 Values = Mapping[RegisteredBuffer, Tensor | None]
-"""Agreed values of buffers; None where the site that sends one has it no more."""
+"""Agreed values of buffers; None if the sending site no longer has the buffer."""
 
 
 class SharedBuffers:
-    """The buffers of a model that are no site's own.
+    """Buffers of a model that are synchronised.
 
-    One that is replaced by a tensor of another shape or dtype is each site's own from then on.
+    A buffer replaced by a tensor of another shape or dtype is each site's own from then on.
 
     Args:
         model: the whole model, or None if nothing is shared.
-        kind: what becomes of them.
-        local: names of those that each site keeps to itself.
-        frozen: names of parameters that are not trained, and go along.
+        kind: how buffers are synchronised.
+        local: names of buffers that each site keeps to itself.
+        frozen: names of untrained parameters that are synchronised like buffers.
     """
 
     def __init__(
@@ -114,40 +114,40 @@ class SharedBuffers:
         apart = [k in self._statistics or k in counters for k in range(len(self._places))]
         self._contents = Contents(apart)
         self._late: set[int] = set()
-        """Those on a GPU that were found to be written past their version."""
+        """Indices of buffers on a GPU that were found to be written past their version."""
         self._seen: list[_Seen] = [(None, 0)] * len(self._places)
         self._pooled: dict[RegisteredBuffer, Tensor | None] | None = None
         self._note(self._places)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All buffers that are as they were, in the order of the model."""
+        """All buffers whose shape and dtype are unchanged, in the order of the model."""
         return [t for t in self.by_name.values() if t is not None]
 
     @property
     def names(self) -> list[str]:
-        """Of all, in the order of the model."""
+        """Names of all buffers and frozen parameters, in the order of the model."""
         return [place.name for place in self._places]
 
     @property
     def by_name(self) -> dict[str, Tensor | None]:
-        """All buffers; None for one that is not as it was."""
+        """All buffers by name; None for one whose shape or dtype has changed."""
         buffers = [place for place in self._places if not isinstance(place, FrozenParameter)]
         return {place.name: place.tensor for place in buffers}
 
     def _note(self, places: Collection[RegisteredBuffer]) -> None:
-        """What is in these now is the same on all sites."""
+        """Records the current values, which are the same on all sites."""
         tensors = {self._number[place]: place.tensor for place in places}
         for k, t in tensors.items():
             self._seen[k] = t, self._places[k].mark
         self._contents.note(tensors)
 
     def none_written(self) -> tuple[bool, ...]:
-        """Of a site that ran no forward."""
+        """Returns the flags of a site that ran no forward."""
         return (False,) * len(self._places)
 
     def written(self) -> tuple[bool, ...]:
-        """Which of them have been written to since the sites agreed on them."""
+        """Returns for each buffer if it was written to since the sites agreed on it."""
         changed = self._by_version()
         for k in self._contents.changed(changed):
             changed[k] = True
@@ -157,11 +157,11 @@ class SharedBuffers:
         return tuple(changed)
 
     def is_written(self) -> bool:
-        """Whether any of them has been written to since the sites agreed on them."""
+        """True if any buffer was written to since the sites agreed on it."""
         return any(self._by_version()) or any(self.written())
 
     def _by_version(self) -> list[bool]:
-        """Which of them have been, going by their versions, and what PyTorch's norms count."""
+        """Flags by versions; statistics go by the counter of PyTorch's norms, or by `training`."""
         changed = list(map(_changed, self._places, self._seen))
         for k, counter in self._statistics.items():
             trained = changed[counter] if counter is not None else self._places[k].module.training
@@ -171,7 +171,7 @@ class SharedBuffers:
         return changed
 
     def pooled(self, values: Values) -> SharedBuffers:
-        """The same as a site of several ranks has them, of what its ranks agreed on.
+        """Returns a copy for a site of several ranks, with the values that its ranks agreed on.
 
         They stand apart from the model until `take_pooled`, which is for a step that counts.
         """
@@ -181,17 +181,17 @@ class SharedBuffers:
         return site
 
     def take_pooled(self, site: SharedBuffers) -> None:
-        """Leaves what `pooled` ones have become in the model."""
+        """Writes the values of a copy made by `pooled` to the model."""
         if site._pooled:
             self.take(site._pooled)
 
     def value(self, place: RegisteredBuffer) -> Tensor | None:
-        """What is sent of one."""
+        """Returns what is sent of a buffer."""
         return place.tensor if self._pooled is None else self._pooled.get(place, place.tensor)
 
     @torch.no_grad()
     def take(self, values: Values) -> None:
-        """Keeps what was agreed on; of None what was there."""
+        """Writes agreed values; a buffer with None keeps its value."""
         if self._pooled is not None:
             self._pooled.update(
                 {p: None if t is None else t.to(p.dtype) for p, t in values.items()}
@@ -202,12 +202,12 @@ class SharedBuffers:
         self._note(values)
 
     def named(self, values: Mapping[str, Tensor]) -> dict[RegisteredBuffer, Tensor | None]:
-        """Values by name, of those that there are and fit."""
+        """Maps values by name to buffers, leaving out unknown names and other shapes."""
         places = (place for place in self._places if place.name in values)
         return {p: t for p in places if (t := values[p.name]).shape == p.shape}
 
     def to_send(self, headers: Sequence[Header]) -> list[RegisteredBuffer]:
-        """Those that some site wrote to; the same on every site."""
+        """Returns the buffers that some site wrote to; the same on every site."""
         masks = zip(*(header.buffers for header in headers), strict=True)
         return [place for place, mask in zip(self._places, masks, strict=False) if any(mask)]
 
@@ -229,7 +229,7 @@ def _frozen(model: nn.Module, names: Collection[str]) -> Iterator[RegisteredBuff
 
 
 def _statistics(places: Sequence[RegisteredBuffer]) -> dict[int, int | None]:
-    """Of running statistics, which PyTorch writes past their version, what counts the batches."""
+    """Maps running statistics, which PyTorch writes past their version, to their batch counter."""
     counters = {p.module: k for k, p in enumerate(places) if p.key == _COUNTER}
     found = (k for k, place in enumerate(places) if place.key in _STATISTICS)
     return {k: counters.get(places[k].module) for k in found}
@@ -247,7 +247,7 @@ def _version(t: Tensor | None) -> int:
 
 
 def _put(place: RegisteredBuffer, value: Tensor | None) -> None:
-    """Past the version, as PyTorch writes statistics: a graph may have saved them."""
+    """Writes past the version, as PyTorch does with statistics: a graph may have saved them."""
     t = place.tensor
     if t is not None and value is not None:
         overwrite(t if t.is_inference() else t.data, value)

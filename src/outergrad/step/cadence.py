@@ -1,4 +1,4 @@
-"""Which parameters a synchronised backward shares, and which it keeps for a later one."""
+"""Selection of the parameters that a synchronised backward shares or keeps for a later one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from outergrad.step.unsynced import UnsyncedStep
 
 @dataclass(frozen=True)
 class Share:
-    """A part of a model that has its own messages: its units, plans and headers.
+    """A part of a model that has its own messages, with its units, plans and headers.
 
     Attributes:
         model: the part.
-        planner: of its steps.
-        header_builder: of its headers.
+        planner: planner of its steps.
+        header_builder: builder of its headers.
     """
 
     model: Model
@@ -32,21 +32,21 @@ class Share:
     header_builder: HeaderBuilder
 
     def of(self, names: Collection[str]) -> Share:
-        """The part with these parameters."""
+        """Returns the part with these parameters."""
         model = part_of(self.model, names)
         return Share(model, self.planner.of(model), self.header_builder.of(model))
 
 
 @dataclass(frozen=True)
 class DueParts:
-    """What one synchronised backward shares.
+    """Parts of a model that one synchronised backward shares.
 
     Attributes:
-        due: what is shared; None if nothing is.
-        used: parameters of it that the backward leaves a gradient in.
-        released: those that have one already, of earlier passes.
+        due: part that is shared; None if nothing is.
+        used: parameters of it in which the backward leaves a gradient.
+        released: parameters of it with an accumulated gradient in `param.grad` already.
         carried_over: rows of earlier passes.
-        later: keeps the rest for another time; None if there is none.
+        later: keeps the rest for a later pass; None if there is none.
     """
 
     due: Share | None
@@ -56,7 +56,7 @@ class DueParts:
     later: UnsyncedStep | None
 
     def shares(self, slots: Sequence[Slot]) -> bool:
-        """Whether some of these slots are due."""
+        """True if some of these slots are due."""
         if self.due is None or self.later is None:
             return self.due is not None
         return any(s.weight in self.due.model.params for s in slots)
@@ -66,9 +66,9 @@ class Cadence:
     """Counts synchronised backward passes: a method with `every=k` is due at every k-th.
 
     Args:
-        whole: the model.
+        whole: the whole model.
         every: k of every parameter.
-        kept: keeps what is not due.
+        kept: accumulates gradients that are not due.
     """
 
     def __init__(self, whole: Share, every: Mapping[str, int], kept: Accumulator) -> None:
@@ -84,9 +84,9 @@ class Cadence:
         """Begins a synchronised backward.
 
         Args:
-            task: of the backward.
-            used: parameters that it leaves a gradient in.
-            carried_over: what passes in `no_sync` left before it.
+            task: id of the backward's graph task.
+            used: parameters in which it leaves a gradient.
+            carried_over: rows that passes under `no_sync` left before it.
             rows: whether what is shared can take rows.
         """
         self.passes += 1
@@ -102,11 +102,11 @@ class Cadence:
         return DueParts(due, own, released, taken, later)
 
     def finish(self, due_parts: DueParts, shared: Collection[str]) -> None:
-        """The backward has succeeded on all sites.
+        """Ends a backward that has succeeded on all sites.
 
         Args:
-            due_parts: what it was.
-            shared: parameters whose gradient is now the sum over the passes.
+            due_parts: what `due_parts` returned for it.
+            shared: parameters whose gradient is now the sum over k passes, and is divided by k.
         """
         for name in shared:
             if self._every[name] > 1:
@@ -115,7 +115,7 @@ class Cadence:
             due_parts.later.finish()
 
     def share(self, names: frozenset[str]) -> Share:
-        """The part of the model with these parameters, which has plans and headers of its own."""
+        """Returns the part with these parameters, which has plans and headers of its own."""
         if names not in self._shares:
             self._shares[names] = self._whole.of(names)
         return self._shares[names]
@@ -127,21 +127,21 @@ class Cadence:
         captured, before = Captured(part, used & part.params.keys()), carried_over.of(part)
         return UnsyncedStep(task, captured, at_end=lambda: self._kept.keep(captured, before))
 
-    # -- what is said and saved -----------------------------------------------------------------
+    # -- coverage and saved state ---------------------------------------------------------------
 
     def noted(self, lines: Coverage) -> Coverage:
-        """Says of each parameter how often it travels, unless that is every time."""
+        """Adds to each line how often the parameter travels, unless that is every time."""
         often = {name: f"; every {k} steps" for name, k in self._every.items() if k > 1}
         return Coverage(tuple(replace(v, why=v.why + often.get(v.parameter, "")) for v in lines))
 
     def state(self) -> StateDict:
-        """How many passes there have been, and what is kept of them."""
+        """Returns the number of passes, and what is kept of them."""
         return {"passes": self.passes, **self._kept.state()}
 
     def load(self, state: StateDict | Sequence[StateDict], rank: int, sites: int) -> None:
-        """Goes on from saved states of sessions; sites that are more or fewer share out the kept.
+        """Restores saved states; if there are more or fewer than sites, these share them out.
 
-        The mean over S' sites after S counts every site's part S' / S times.
+        In the mean over S' sites, every site's part of a mean over S counts S' / S times.
         """
         if isinstance(state, dict):
             mine, weight = [state], 1.0
@@ -151,5 +151,5 @@ class Cadence:
             mine, weight = list(state[rank::sites]), sites / len(state)
         first = state if isinstance(state, dict) else state[0]
         self.passes = first["cadence"]["passes"]
-        self._shares = {frozenset(self._every): self._whole}  # the others foresee what has been
+        self._shares = {frozenset(self._every): self._whole}  # others predict old headers
         self._kept.load([one["cadence"] for one in mine], weight)

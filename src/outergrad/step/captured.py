@@ -1,4 +1,4 @@
-"""What a backward captures, until it is sent or added to `param.grad`."""
+"""Factors that a backward captures, until they are sent or added to `param.grad`."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from outergrad.step import param_grad
 from outergrad.step.carried_over import CarriedOver, Rows
 
 Write = Callable[[Slot, Factors, Mapping[str, Tensor]], None]
-"""Takes the factors of one slot and the gradients that they make, to be added to `param.grad`."""
+"""Takes the factors of a slot and the gradients that they make, to be added to `param.grad`."""
 
 
 class Captured:
-    """The products that this backward captured and nobody used yet.
+    """Factors that a backward captured and that are not used yet.
 
     Args:
-        model: what they belong to.
-        used: parameters that this backward leaves a gradient in.
-        blocks: what is computed again.
-        write: adds to `param.grad` what is settled.
+        model: model of the slots.
+        used: parameters in which this backward leaves a gradient.
+        blocks: blocks that are computed again.
+        write: adds settled gradients to `param.grad`; None for a plain addition.
         carried_over: rows of earlier passes, which count as captured.
 
     Attributes:
-        has_autograd_grad: parameters that autograd has a gradient for, besides.
-        settled: what was added to `param.grad` before it could be sent.
-        empty: what was asked for and had nothing, not even a delta of zeros.
+        has_autograd_grad: parameters for which autograd has a gradient, besides.
+        settled: slots and blocks added to `param.grad` before they could be sent.
+        empty: slots and blocks that were requested and had nothing, not even a delta of zeros.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Captured:
         self.empty: set[Source] = set()
 
     def add(self, slot: Slot, factors: Callable[[], Factors]) -> None:
-        """Keeps one use of a slot."""
+        """Stores one use of a slot."""
         self._of_slot.setdefault(slot, []).append(factors)
 
     def add_use(self, block: Block, use: Use) -> None:
-        """Keeps one use of a block's module."""
+        """Stores one use of a block's module."""
         self._uses.append((block, use))
         if all(use.is_nothing for other, use in self._uses if other == block):
             self.empty.add(block)
@@ -69,7 +69,7 @@ class Captured:
             self.empty.discard(block)
 
     def release(self) -> None:
-        """Lets go of all that was captured: the step is over, though it may be kept."""
+        """Frees all that was captured: the step is over, though it may be kept."""
         for _, use in self._uses:
             use.release()
         self._uses.clear()
@@ -77,24 +77,24 @@ class Captured:
 
     @property
     def slots(self) -> list[Slot]:
-        """Those with uses."""
+        """Slots with uses."""
         return list(self._of_slot)
 
     def uses(self, slot: Slot) -> Sequence[Callable[[], Factors]]:
-        """The uses of a slot, as they were added."""
+        """Returns the uses of a slot in the order in which they were added."""
         return self._of_slot.get(slot, ())
 
     def replace(self, slot: Slot, factors: Factors) -> None:
-        """Has other rows stand for all uses of a slot."""
+        """Replaces all uses of a slot by these rows."""
         self._of_slot.update(_known({slot: [factors]}))
 
     def drop(self, slot: Slot) -> None:
-        """Forgets the uses of a slot: their product is in `param.grad`."""
+        """Forgets the uses of a slot, whose product is in `param.grad`."""
         del self._of_slot[slot]
         self.settled.add(slot)
 
     def rows(self, slot: Slot, announced: int = 0) -> Factors:
-        """The rows of all uses of a slot, of zeros where fewer came than were announced.
+        """Returns the rows of all uses of a slot, with zeros where fewer came than were announced.
 
         A graph of torch.compile says in forward what it taps, and has no delta of a product that
         none of its outputs depends on.
@@ -114,11 +114,11 @@ class Captured:
         return {slot: [make() for make in calls] for slot, calls in calls_of.items()}
 
     def compute(self) -> None:
-        """Computes the rows of all uses now: what raises, raises here."""
+        """Computes the rows of all uses now, so that errors are raised here."""
         self._of_slot = _known(self.take())
 
     def settle(self, name: str) -> None:
-        """Adds what was captured for a parameter to its `grad`, as autograd would have."""
+        """Adds the captured products of a parameter to its `grad`, as autograd would have."""
         if not (self._of_slot or self._uses):
             return
         for slot in self.model.slots_of.get(name, ()):
@@ -135,7 +135,7 @@ class Captured:
                 self.settled.add(block)
 
     def unsettled(self, header: Header) -> Header:
-        """A header that says of what is settled that `param.grad` has it."""
+        """Returns the header with settled slots and blocks as not tapped: `param.grad` has them."""
         pairs = zip(self.model.index, header.uses, strict=True)
         uses = (replace(u, tapped=u.tapped and s not in self.settled) for s, u in pairs)
         return replace(header, uses=tuple(uses))
@@ -159,14 +159,14 @@ class Captured:
 
 
 def _known(rows: Rows) -> dict[Slot, list[Callable[[], Factors]]]:
-    """Rows as if they were yet to be computed."""
+    """Wraps rows as uses, as if they were yet to be computed."""
     return {
         slot: [lambda part=part: part for part in parts] for slot, parts in rows.items() if parts
     }
 
 
 def _zeros(slot: Slot, rows: int, weight: Tensor) -> Factors:
-    """Rows without any effect; of a lookup one is enough."""
+    """Rows without any effect; a lookup needs only one."""
     if slot.lookup:
         ids_R = torch.zeros(1, dtype=torch.int64, device=weight.device)
         return Factors(torch.zeros_like(weight[:1]).unsqueeze(0).detach(), ids_R)

@@ -1,7 +1,7 @@
-"""Whether a step counts: every site votes, and it counts where all votes are good.
+"""The commit of a step: every site votes, and the step counts if all votes are good.
 
-Where nobody can refuse a step once all its messages are there, a site applies it then, and counts
-the votes on it at the end of the next one (`late_votes.py`). Otherwise it waits for them.
+If no site can refuse a step once all its messages are there, a site applies it then (optimistic
+commit), and counts the votes at the end of the next one (`late_votes.py`); else it waits for them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from outergrad.messages.wire import State
 from outergrad.step.decision import Decision
 
 _LANE = 2
-"""Apart from the messages: a site that is in another step than the others waits, which is an error
-in time, where a message of another length would end gloo's process."""
+"""Lane of the votes, apart from the messages: a site that is in another step waits, which is an
+error in time, where a message of another length would end gloo's process."""
 
 _SAID_BY = {
     State.GOOD: Verdict.GOOD,
@@ -36,12 +36,12 @@ _SAID_BY = {
 
 
 class Ballot:
-    """This site's vote on one step, and the counting of all.
+    """This site's vote on one step, and the count of all votes.
 
     Args:
         comm: the transport.
-        header: this site's of the step.
-        subjects: what it can be about.
+        header: this site's header of the step.
+        subjects: parameters and buffers that a vote can name.
     """
 
     def __init__(self, comm: Comm, header: Header, subjects: Subjects) -> None:
@@ -54,57 +54,57 @@ class Ballot:
         self._is_cast = False
         self._decision: Decision | None = None
         self.cause: BaseException | None = None
-        """Why this site could not compute something again."""
+        """Exception because of which this site could not compute something again."""
 
     def expect(self, turn: int) -> None:
         """Posts the receives of the others' votes in a turn."""
         self._comm.expect([WORDS] * self._comm.world_size, turn, torch.int64, lane=_LANE)
 
     def note_sum(self, digest: SupportsInt) -> None:
-        """A digest of a sum, or of messages of all sites, that this site received."""
+        """Adds a digest of a sum, or of messages of all sites, that this site received."""
         self._sums.append(digest)
 
     def note_sums(self, digests: Iterable[SupportsInt]) -> None:
-        """The same of several."""
+        """Adds several such digests."""
         self._sums.extend(digests)
 
     def cover(self, first: int, digest: SupportsInt) -> None:
-        """The vote is about steps before, too, that nobody has voted on.
+        """Extends the vote to earlier steps that nobody has voted on.
 
         Args:
-            first: of these.
-            digest: of what came in them.
+            first: first of these steps.
+            digest: digest of what this site received in them.
         """
         self._first = first
         self._sums.append(digest)
 
     @property
     def step(self) -> int:
-        """What it is about; the last one, where these are several."""
+        """Number of the step that is voted on; the last one if there are several."""
         return self._vote.step
 
     @property
     def session(self) -> int:
-        """Fingerprint of the one whose step it is."""
+        """Fingerprint of the session of the step."""
         return self._vote.fingerprint
 
     @property
     def digest(self) -> SupportsInt:
-        """Of all that this site received so far, which all sites did."""
+        """Digest of all that this site received so far and that is the same on all sites."""
         sums = tuple(self._sums)
         at_once = {*map(type, sums)} <= {int}
         return combined(sums) if at_once else Digest(partial(combined, sums))
 
     def hear(self, state: State) -> None:
-        """The worst state that messages of this step told of."""
+        """Records the worst state that messages of this step reported."""
         self._heard = state
 
     def refuse(self, error: RefusedError, first: str) -> None:
-        """Something of a message was not as it should be, or could not be computed again.
+        """Votes against the step: a message is not as it should be, or cannot be replayed.
 
         Args:
-            error: what.
-            first: the first parameter or buffer of the message.
+            error: the refusal.
+            first: first parameter or buffer of the message.
         """
         verdict = Verdict.UNREPEATED if error.param else Verdict.REFUSED
         index = self._index(error.param or first)
@@ -112,25 +112,28 @@ class Ballot:
         self.cause = error.__cause__
 
     def note_overwritten(self, param: str) -> None:
-        """What makes this site's gradient of a parameter is lost."""
+        """Votes against the step: what makes this site's gradient of a parameter is lost."""
         index = self._index(param)
         self._vote = replace(self._vote, verdict=Verdict.OVERWRITTEN, param=index)
 
     def note_change(self, param: str) -> None:
-        """The model is not what the sites agreed on: this parameter, or one that is new."""
+        """Votes against the step: this parameter of the model has changed, or is new."""
         index = self._index(param) if param in self._subjects.params else NOTHING
         self._vote = replace(self._vote, verdict=Verdict.CHANGED, param=index)
 
     def note_drift(self) -> None:
-        """The votes on the step before were not all the same."""
+        """Votes against the step: the votes on the step before were not all the same."""
         self._vote = replace(self._vote, verdict=Verdict.DIFFERED, param=NOTHING, site=NOTHING)
 
     def cast(self, state: State, param: str | None = None) -> None:
-        """Starts to exchange the votes.
+        """Starts the exchange of votes.
 
         Args:
-            state: how this site fared.
-            param: whose gradient is not finite, if that is so.
+            state: state of this site.
+            param: parameter whose gradient is not finite, if any.
+
+        Raises:
+            ExchangeError: this site was suspended meanwhile, for longer than the others wait.
         """
         verdict = max(self._vote.verdict, _SAID_BY[state])
         if verdict != self._vote.verdict:
@@ -139,33 +142,33 @@ class Ballot:
         good = verdict == Verdict.GOOD
         self._vote = replace(self._vote, digest=int(self.digest) if good else 0)
         words, began = self._comm.control(self._vote.words()), time.monotonic()
-        self._is_cast = True  # if this raises, some site may have it
+        self._is_cast = True  # before the send: if that raises, some site may have it
         self._work = self._comm.all_gather(words, [len(words)] * self._comm.world_size, lane=_LANE)
         if time.monotonic() - began > self._comm.patience_s:
-            # It was stopped between: the others' votes may be here, and they gone without its own.
+            # Suspended in the send: the others' votes may be here, but they left without its own.
             told = "this site stood still for longer than the others wait"
             raise ExchangeError(told, kind=Failure.LOCAL)
 
     def note_part(self) -> None:
-        """Tells the transport that what it is about counts."""
+        """Tells the transport that the steps that were voted on count."""
         first = self.step if self._first is None else self._first
         self._comm.took_part(self.session, first, self.step)
 
     @property
     def is_good(self) -> bool:
-        """Whether this site has said, to some other or all, that the step may count."""
+        """True if this site has sent a good vote, to some other site or all."""
         return self._is_cast and self._vote.verdict == Verdict.GOOD
 
     @property
     def is_cast(self) -> bool:
-        """Whether this site has begun to send its vote."""
+        """True if this site has begun to send its vote."""
         return self._is_cast
 
     def compared(self, digests: Mapping[int, int | None]) -> Decision:
-        """What a vote would bring, if all sites are known to have made the step.
+        """Decides by digests what a vote would, if all sites are known to have made the step.
 
         Args:
-            digests: of what came to each site; None where that is not known.
+            digests: digest of what each site received; None if it is not known.
         """
         own = digests[self._comm.rank]
         apart = _apart([own if d is None else d for _, d in sorted(digests.items())])
@@ -175,10 +178,10 @@ class Ballot:
         return Decision(Verdict.REFUSED, first, apart, first=self._first)
 
     def count(self) -> Decision:
-        """Waits for all votes, the first time.
+        """Waits for all votes the first time; returns the decision.
 
         Raises:
-            ExchangeError: they do not all come.
+            ExchangeError: votes are missing.
         """
         if self._work is None:
             raise ExchangeError("the vote could not be sent", kind=Failure.CLOSED)
@@ -190,7 +193,7 @@ class Ballot:
         parts, counts = work.wait(), (len(self._subjects.names), self._comm.world_size)
         pairs = enumerate(parts)
         votes = [Vote.parse(part.tolist(), self._vote, rank, *counts) for rank, part in pairs]
-        worst = max(votes, key=lambda vote: vote.verdict)  # the first of these
+        worst = max(votes, key=lambda vote: vote.verdict)  # the first of equally bad ones
         apart = _apart([vote.digest for vote in votes])
         contradicted = self._heard != State.GOOD
         if worst.verdict == Verdict.GOOD and (apart or contradicted):
@@ -204,7 +207,7 @@ class Ballot:
 
 
 def _apart(digests: Sequence[int | None]) -> tuple[int, ...]:
-    """The sites whose digest is not that of more than half; all, if there is none such."""
+    """Returns the sites whose digest is not the majority's; all sites if there is no majority."""
     usual, count = Counter(digests).most_common(1)[0]
     most = 2 * count > len(digests)
     return tuple(site for site, d in enumerate(digests) if not (most and d == usual))

@@ -1,4 +1,4 @@
-"""How a site that settles hears what the others have received in their last steps."""
+"""The final comparison of what all sites have received in their last steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outergrad.step.pact import Pact, is_in_trouble
 WordOf = Callable[[int], Standing | None]
 _POLL_S = 0.02
 _SOON_S = 0.05
-"""Sites that come to their end together need not be asked."""
+"""Seconds until the others are asked: sites that end together need not be."""
 
 
 def heard_from_all(
@@ -26,13 +26,13 @@ def heard_from_all(
 
     Args:
         comm: the transport, which has a board.
-        pact: what this site knows.
-        word_of: what a site has left that has ended in order after as many steps.
-        limit_s: how long this may take.
-        stays_s: how long the site that holds the board waits besides until the others have read.
+        pact: commit participant of this site.
+        word_of: returns what a site left that ended in order after as many steps.
+        limit_s: seconds that this may take.
+        stays_s: seconds that the site with the board then waits until the others have read.
 
     Returns:
-        What came to each in its last steps.
+        Digests of what each site received in its last steps.
 
     Raises:
         ExchangeError: some site has not made them.
@@ -44,7 +44,7 @@ def heard_from_all(
     if digests.missing:
         digests.tell(board)
     while digests.missing:
-        waited_s = time.monotonic() - began  # before it looks: it may be stopped between
+        waited_s = time.monotonic() - began  # before looking: the process may be suspended
         gone = set(filter(board.is_gone, digests.missing))
         _look(digests, board, word_of)
         if late := gone.intersection(digests.missing):
@@ -57,7 +57,7 @@ def heard_from_all(
         if digests.missing:
             _refuse_trouble(board)
             time.sleep(_POLL_S)
-    with suppress(BoardGoneError):  # it is needed no more
+    with suppress(BoardGoneError):  # all is known by now
         digests.say_read(board)
         if comm.holds_board:
             _stay(comm, board, digests, stays_s)
@@ -72,7 +72,7 @@ def _look(digests: Digests, board: Board, word_of: WordOf) -> None:
 
 
 def _stay(comm: Comm, board: Board, digests: Digests, limit_s: float) -> None:
-    """The board may end when this site goes on: the others need it until they have read."""
+    """Waits until the others have read, because the board may end when this site goes on."""
     until = time.monotonic() + limit_s
     for site in (site for site in range(comm.world_size) if site != comm.rank):
         while not digests.is_read_by(board, site) and time.monotonic() < until:

@@ -1,12 +1,12 @@
-"""Whether buffers hold what they held: writes that `Tensor._version` does not tell of.
+"""Detection of buffer writes that `Tensor._version` does not show.
 
 `t.data.mul_()`, numpy views, operators in C++ that write through (PyTorch's fused observers of
-quantization-aware training, its batch norm), kernels of one's own, `t.data = other` and
-`swap_tensors` all leave the version as it is. So the numbers themselves are compared with a copy.
+quantization-aware training, its batch norm), custom kernels, `t.data = other` and `swap_tensors`
+all leave the version as it is. So the values themselves are compared with a copy.
 
-Small buffers are compared whole, all of one kind in two operations. Of a large one a sample is
-compared in every step, and of all large ones together 64 KiB more in each, in turn: so a write to
-the whole of a buffer is seen at once, a write to a small part of a large one a few steps later.
+Small buffers are compared whole, all of one kind in two operations. Of each large one a sample is
+compared in every step, and another 64 KiB of all large ones in turn. So a write to a whole buffer
+is seen at once, a write to a small part of a large one a few steps later.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import torch
 from torch import Tensor
 
 _MOST = 4096
-"""Elements of a buffer that is compared whole."""
+"""Largest number of elements of a buffer that is compared whole."""
 _SAMPLE = 256
-"""Elements that are compared of a larger one."""
+"""Number of elements, roughly, that are compared of a larger buffer."""
 _RUN_BYTES = 1 << 16
-"""What is added up of the large ones in a step."""
+"""Bytes of large buffers that are summed in a step."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _AT_ONCE = 3
-"""Looks whose answer the host waits for on a device; later ones are read one step later."""
+"""Comparisons on a device whose answer the host waits for; later ones are read one step later."""
 
 
 class Contents:
-    """What some buffers held when the sites agreed on them.
+    """Values that some buffers held when the sites agreed on them.
 
     Args:
-        apart: of each buffer, whether it is compared apart from the others, because it usually is
+        apart: for each buffer, whether it is compared apart from the others, because it is usually
             known to have been written to.
     """
 
@@ -40,14 +40,14 @@ class Contents:
         self._apart = apart
         self._tensors: list[Tensor | None] = [None] * len(apart)
         self._addresses = [0] * len(apart)
-        """Of those that are looked at; 0 for the others."""
+        """Data pointers of the buffers that are compared; 0 for the others."""
         self._members: dict[int, tuple[_Group, _Member]] = {}
         self._groups: dict[tuple, _Group] = {}
         self._large = _LargeOnes()
 
     @torch.no_grad()
     def note(self, tensors: Mapping[int, Tensor | None]) -> None:
-        """Remembers what some of them are now; None of one that is not looked at."""
+        """Records the current values of some buffers; a buffer with None is not compared."""
         for k, t in tensors.items():
             if t is not self._tensors[k] or self._has_moved(k):
                 self._forget(k)
@@ -59,10 +59,10 @@ class Contents:
 
     @torch.no_grad()
     def changed(self, known: Sequence[bool]) -> list[int]:
-        """Buffers that hold something else than at `note`.
+        """Returns the buffers whose values have changed since `note`.
 
         Args:
-            known: of each, whether it is known to have been written to or replaced.
+            known: for each buffer, whether it is known to have been written to or replaced.
         """
         moved = [k for k in self._members if self._has_moved(k)]
         for k in moved:
@@ -71,7 +71,7 @@ class Contents:
         return moved + found + self._large.changed(known)
 
     def _has_moved(self, k: int) -> bool:
-        """Whether a tensor has another memory than it had."""
+        """True if the data pointer of a tensor has changed."""
         t, address = self._tensors[k], self._addresses[k]
         return address != 0 and t is not None and t.data_ptr() != address
 
@@ -100,12 +100,12 @@ class Contents:
 
 @dataclass(eq=False)
 class _Member:
-    """A buffer's numbers, or a sample of them.
+    """Elements of a buffer, or a sample of them.
 
     Attributes:
-        place: which buffer it is.
-        seen: its memory.
-        kept: what was there.
+        place: index of the buffer.
+        seen: view of its memory.
+        kept: copy of what was there.
     """
 
     place: int
@@ -115,7 +115,7 @@ class _Member:
 
 @dataclass
 class _Group:
-    """Buffers of one device and width, that are compared together."""
+    """Buffers of one device and element width that are compared together."""
 
     members: list[_Member] = field(default_factory=list)
     _now: Tensor | None = None
@@ -124,7 +124,6 @@ class _Group:
     _answer: _Answer | None = None
 
     def note(self, places: Set[int]) -> None:
-        """Remembers what some of the buffers are now."""
         taken = [m for m in self.members if m.place in places]
         if not taken:
             return
@@ -137,7 +136,7 @@ class _Group:
         self._answer = None
 
     def _lay_out(self) -> None:
-        """What was there stands in one piece, in the order of the members."""
+        """Joins the copies to one tensor, of which each member's copy becomes a view."""
         if self._kept is not None:
             return
         self._kept = torch.cat([m.kept for m in self.members])
@@ -147,30 +146,27 @@ class _Group:
             member.kept = part
 
     def add(self, member: _Member) -> None:
-        """Looks at one from now on."""
         self.members.append(member)
         self._kept = self._now = self._answer = None
 
     def remove(self, member: _Member) -> None:
-        """Looks at one no more."""
         self.members.remove(member)
         self._kept = self._now = self._answer = None
 
     def changed(self, known: Sequence[bool]) -> list[int]:
-        """Which of those that are not known to hold something else do."""
         asked = [m for m in self.members if not known[m.place]]
         if not asked or not self._differs():
             return []
         return [m.place for m in asked if not torch.equal(m.seen, m.kept)]
 
     def _differs(self) -> bool:
-        """Whether one of them holds something else; on a GPU as of the step before.
+        """True if some member holds other values; on a GPU, as of the step before.
 
-        There a host that waits for an answer at the start of backward would let the device run
-        empty. So only the first answers are waited for.
+        A host that waits for an answer at the start of backward would let the device run idle. So
+        only the first answers are waited for.
         """
         if self._kept is None or self._now is None:
-            return True  # one was taken out: each is compared by itself
+            return True  # a member was added or removed: each is compared by itself
         torch.cat([m.seen for m in self.members], out=self._now)
         self._looks += 1
         if self._now.device.type != "cuda" or self._looks <= _AT_ONCE:
@@ -180,7 +176,7 @@ class _Group:
 
 
 class _Answer:
-    """A truth of a GPU that is on its way to the host."""
+    """A boolean of a GPU that is on its way to the host."""
 
     def __init__(self, flag: Tensor) -> None:
         self._flag = torch.empty((), dtype=torch.bool, pin_memory=True)
@@ -189,13 +185,13 @@ class _Answer:
         self._event.record()
 
     def read(self) -> bool:
-        """Waits for it, though it should long have come."""
+        """Waits for the copy, which should have arrived long ago."""
         self._event.synchronize()
         return bool(self._flag)
 
 
 class _LargeOnes:
-    """Sums over runs of large buffers, of which one is looked at in a step."""
+    """Sums over runs of large buffers, one of which is checked in each step."""
 
     def __init__(self) -> None:
         self._runs: dict[int, list[Tensor]] = {}
@@ -204,7 +200,7 @@ class _LargeOnes:
         self._next = 0
 
     def add(self, k: int, numbers: Tensor) -> None:
-        """Looks at one from now on; not on a device, where the host would wait for each sum."""
+        """Adds a buffer, but not one on a device, where the host would wait for each sum."""
         if numbers.device.type != "cpu":
             return
         self._runs[k] = list(numbers.split(_RUN_BYTES // numbers.dtype.itemsize))
@@ -212,18 +208,17 @@ class _LargeOnes:
         self._sums.update({(k, j): _sum(run) for j, run in enumerate(self._runs[k])})
 
     def remove(self, k: int) -> None:
-        """Looks at one no more."""
         if self._runs.pop(k, None) is not None:
             self.forget(k)
             self._turn = [one for one in self._turn if one[0] != k]
 
     def forget(self, k: int) -> None:
-        """One may hold something else now, which is right."""
+        """Drops the sums of a buffer that may rightly hold other values now."""
         if k in self._runs:
             self._sums = {one: total for one, total in self._sums.items() if one[0] != k}
 
     def changed(self, known: Sequence[bool]) -> list[int]:
-        """The buffer whose turn it is, if it holds something else."""
+        """Checks the next run; returns its buffer if the sum has changed."""
         if not self._turn:
             return []
         self._next = (self._next + 1) % len(self._turn)
@@ -239,16 +234,16 @@ def _sum(run: Tensor) -> int:
 
 
 def _is_plain(t: Tensor) -> bool:
-    """Whether its numbers stand in memory as they are."""
+    """True if the elements of a tensor stand in its memory as they are."""
     plain = type(t) is Tensor and t.layout == torch.strided and t.device.type != "meta"
     return plain and not (t.is_quantized or t.is_conj() or t.is_neg()) and t.data_ptr() != 0
 
 
 def _numbers(t: Tensor) -> Tensor:
-    """The memory from its first to its last element, as integers: they compare NaN, too.
+    """Returns the memory from the first to the last element as integers, which also compare NaN.
 
-    `t.data` and not `t.detach()`, of which autograd would know as a view of it (`swap_tensors`
-    refuses a tensor that has some).
+    It goes by `t.data`, because autograd would know `t.detach()` as a view of t, and `swap_tensors`
+    refuses a tensor that has views.
     """
     span = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return t.data.as_strided((span,), (1,)).view(_INTEGERS[t.dtype.itemsize])

@@ -1,4 +1,4 @@
-"""What came of the votes on a step, in the words that users are told."""
+"""The decision on a step that follows from the votes, and its errors for users."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from outergrad.replay.block_message import Blocks
 
 @dataclass(frozen=True)
 class Decision:
-    """What came of a vote; the same on every site.
+    """Decision on a step; the same on every site.
 
     Attributes:
-        verdict: the worst one; REFUSED, too, if what the sites received contradicts itself.
-        vote: of the first site that said so.
-        apart: sites that received something else than most; all of them if no two of three agree.
+        verdict: the worst one; also REFUSED if what the sites received contradicts itself.
+        vote: vote of the first site with this verdict.
+        apart: sites that received something else than the majority; all if there is no majority.
         contradicted: whether a site's messages said that it failed, and its vote did not.
-        first: of the steps that the vote is about, where these are several.
+        first: first step of the vote, if it is about several.
     """
 
     verdict: Verdict
@@ -30,27 +30,27 @@ class Decision:
 
     @staticmethod
     def all_good(header: Header) -> Decision:
-        """That a step counts."""
+        """Returns the decision that a step counts."""
         return Decision(Verdict.GOOD, Vote(header.fingerprint, header.step, header.rank))
 
     @property
     def good(self) -> bool:
-        """Whether the step counts."""
+        """True if the step counts."""
         return self.verdict == Verdict.GOOD
 
     @property
     def sites(self) -> tuple[int, ...]:
-        """Where what was decided arose, as far as the votes tell."""
+        """Sites where the reason for the decision arose, as far as the votes tell."""
         if self.apart or self.contradicted:
             return self.apart
         return (self.vote.rank if self.vote.site == NOTHING else self.vote.site,)
 
     def error(self, subjects: Subjects, blocks: Blocks) -> RuntimeError:
-        """Why it does not; a StepDiscardedError where training can go on with the next step.
+        """Returns the step's error; a StepDiscardedError if training can go on with the next step.
 
         Args:
-            subjects: what votes can be about.
-            blocks: of the model.
+            subjects: parameters and buffers that votes can name.
+            blocks: blocks of the model.
         """
         unrepeated = self._unrepeated(subjects, blocks)
         if unrepeated is not None:
@@ -66,10 +66,10 @@ class Decision:
         )
 
     def drift(self, now: int | None = None) -> DriftError:
-        """That sites have applied different things in a step that nobody waited for.
+        """Returns the error for different results that sites applied in an optimistic commit.
 
         Args:
-            now: the step in which it was found out, which counts nowhere; None between steps.
+            now: step in which this was found, which counts nowhere; None between steps.
         """
         step, sites = self.vote.step, self.sites
         void = "" if now is None else f" Step {now} was not applied on any site."
@@ -83,7 +83,7 @@ class Decision:
         )
 
     def _unrepeated(self, subjects: Subjects, blocks: Blocks) -> str | None:
-        """What to say of a block of which a replay was not like its forward, if it is that."""
+        """Describes a block whose replay was not like its forward; None for other verdicts."""
         vote = self.vote
         if self.verdict != Verdict.UNREPEATED or vote.param == NOTHING:
             return None

@@ -1,4 +1,4 @@
-"""Which sites go on together: one slot of the board says it, and is written once."""
+"""Membership record: a board slot, written once, that says which sites go on together."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 GOING_ON = "going on"
-"""Its name: who makes no more steps with these sites reads there with whom it goes on."""
+"""Slot of the record: a site that makes no more steps reads there with which sites it goes on."""
 COMING = "coming"
-"""Another slot: sites that wait to be taken in, with blanks between their names."""
+"""Slot with the names of sites that wait for admission, separated by blanks."""
 COME = "come"
-"""Those of them that are."""
+"""Slot with the names of the waiting sites that are admitted."""
 
 
 @dataclass(frozen=True)
 class GoesOn:
-    """What stands in the slot.
+    """Content of the membership record.
 
     Attributes:
-        made: how many steps have been made till then.
-        sites: ranks of those that go on.
-        coming: names of those that take part besides from then on.
+        made: number of steps made before the change.
+        sites: ranks of the sites that go on.
+        coming: names of the sites that join from then on.
     """
 
     made: int
@@ -30,17 +30,17 @@ class GoesOn:
 
     @staticmethod
     def proposed(made: int, sites: Iterable[int], coming: Iterable[str] = ()) -> str:
-        """As a site proposes it."""
+        """Returns the text with which a site proposes a membership."""
         return json.dumps([made, sorted(sites), list(coming)])
 
     @staticmethod
     def of(text: str, rank: int, made: int) -> GoesOn | None:
-        """As it is read; None where it cannot be, or this site is none of them.
+        """Parses the record; None if it cannot be read, or this site does not go on.
 
         Args:
-            text: of the slot; other sites may write what they like.
-            rank: this site.
-            made: steps that it has made.
+            text: text of the slot; other sites may write what they like.
+            rank: rank of this site.
+            made: number of steps that it has made.
         """
         try:
             number, sites, coming = json.loads(text)

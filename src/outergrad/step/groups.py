@@ -1,4 +1,4 @@
-"""What the sessions on one transport must know of each other."""
+"""State that the sessions on one transport share."""
 
 from __future__ import annotations
 
@@ -20,29 +20,28 @@ from outergrad.step.watcher import Watcher
 
 
 class Endable(Protocol):
-    """A session, as its neighbours see it."""
+    """A session, as seen by the other sessions on its transport."""
 
     def end_unfinished(self, *, unless: int) -> None:
-        """Ends a step whose backward raised, unless it belongs to the backward that runs now."""
+        """Ends a step whose backward raised, unless it belongs to task `unless`, which runs now."""
         ...
 
 
 @dataclass
 class Sessions:
-    """The sessions on one transport.
+    """State of the sessions on one transport.
 
     Attributes:
-        count: how many there have been.
-        attached: those that have not been detached. Only a session that is alone may leave headers
-            out: they are what tells sessions apart whose order differs between sites.
-        running: those in a shared step, in the order in which these began.
-        turns: of the steps that a session makes while it is alone.
-        lost: why the transport must not be used any more, if a site was lost.
-        untold: what the loop has still to be told, where sites go on without others.
-        ends: how the last step of each of the latest sessions ended: sites that give up tell it
-            each other.
-        pact: what this site promises the others, where they have a board.
-        watcher: answers them while this site computes.
+        count: number of sessions so far.
+        attached: sessions that have not been detached. Only a session that is alone may leave
+            headers out: they tell sessions apart whose order differs between sites.
+        running: sessions in a synchronised step, in the order in which their steps began.
+        turns: message sequence of the steps that a session makes while it is alone.
+        lost: error after which the transport must not be used any more, if a site was lost.
+        untold: error that the loop has still to be told, if sites go on without others.
+        ends: how the last step of each of the latest sessions ended, for sites that abort.
+        pact: commit participant of this site; used where there is a board.
+        watcher: thread that answers the other sites while this site computes.
     """
 
     count: int = 0
@@ -57,33 +56,33 @@ class Sessions:
 
     @property
     def is_calm(self) -> bool:
-        """Whether there is nothing to see to before one of them begins a step."""
+        """True if nothing has to be handled before a session begins a step."""
         return not (self.running or self.lost or self.untold or self.pact.frozen)
 
     def watch(self, comm: Comm) -> None:
-        """Begins to answer the others, unless it is done."""
+        """Starts the watcher, unless a running one takes the transport."""
         if self.watcher is None or not self.watcher.takes(comm):
             self.watcher = Watcher(comm, self.pact, self.ends)
 
     def end_watching(self) -> None:
-        """Answers the others no more, for now."""
+        """Ends the watcher, for now."""
         if self.watcher is not None:
             self.watcher.end()
             self.watcher = None
 
     def note_end(self, session: int, end: LastStep) -> None:
-        """A step of a session, known by its fingerprint, has come to its end."""
+        """Records how the last step of a session, given by its fingerprint, has ended."""
         if session not in self.ends and len(self.ends) == MOST_SESSIONS:
             del self.ends[next(iter(self.ends))]
         self.ends[session] = end
 
 
 _SESSIONS: WeakKeyDictionary[Hashable, Sessions] = WeakKeyDictionary()
-"""A registry of the process, because transports, as process groups, are its own, too."""
+"""Registry of the process, to which transports, like process groups, belong, too."""
 
 
 def on_transport(key: Hashable) -> Sessions:
-    """The sessions on the transport with this key: for torch.distributed, its process group."""
+    """Returns the state of the transport with this key: a process group of torch.distributed."""
     found = _SESSIONS.get(key)
     return _SESSIONS.setdefault(key, Sessions()) if found is None else found
 
@@ -104,7 +103,7 @@ def count_session(key: Hashable) -> int:
 
 @contextmanager
 def lost_sites_told(comm: Comm, place: str, step: int = 0) -> Iterator[None]:
-    """Gives up a transport that fails, outside of steps.
+    """Aborts the use of a transport that fails outside of steps.
 
     Raises:
         SiteLostError: it failed.
@@ -118,7 +117,7 @@ def lost_sites_told(comm: Comm, place: str, step: int = 0) -> Iterator[None]:
 
 
 def give_up(comm: Comm, standing: Standing) -> Outcome:
-    """Ends the use of a transport, together with the other sites that are left."""
+    """Aborts the use of a transport, together with the other sites that are left."""
     if comm.mesh is not None:
         ends = {s: end for key in comm.mesh.keys for s, end in on_transport(key).ends.items()}
         told = replace(standing, ends=ends)
@@ -131,7 +130,7 @@ def give_up(comm: Comm, standing: Standing) -> Outcome:
 def note_lost(
     comm: Comm, step: int, place: str, error: Exception, found: Findings
 ) -> SiteLostError:
-    """Lets nobody use the transport any more; returns what all who try are told."""
+    """Bars the transport from further use; returns the error that every attempt raises."""
     sessions = on_transport(comm.key)
     sessions.lost = lost_error(comm.rank, step, place, error, found, comm.mesh)
     for key in () if comm.mesh is None else comm.mesh.keys:
@@ -143,12 +142,12 @@ def note_lost(
 
 
 def _changed_error(comm: Comm, lost: SiteLostError, sites: Sequence[int]) -> SitesChangedError:
-    """What the user is told where sites go on without others.
+    """Returns the error for a loop whose sites go on without others.
 
     Args:
-        comm: the transport that they had.
-        lost: what would be told otherwise.
-        sites: those that go on.
+        comm: transport of all sites, before the change.
+        lost: error that would be raised otherwise.
+        sites: ranks of the sites that go on.
     """
     named_S = [comm.names[site] for site in sites]
     gone = [name for name in comm.names if name not in named_S]

@@ -1,4 +1,4 @@
-"""What a site says of a step before anything else is sent."""
+"""Headers: what a site announces of a step before anything else is sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outergrad.step.groups import on_transport
 
 
 class Loop(NamedTuple):
-    """What the loop around a step makes of it; as in `Header`."""
+    """Facts of the loop around a step, as in `Header`."""
 
     weight: int
     join: Join
@@ -33,18 +33,19 @@ PLAIN = Loop(1, Join.NONE, ())
 
 @dataclass(frozen=True)
 class Announced:
-    """What a site's header of a backward is written from.
+    """Facts that this site's header of a backward is built from.
 
     Attributes:
-        step: synchronised steps before this one.
-        used: parameters that the backward leaves a gradient in.
-        unshared: those that earlier ones may have left a gradient in.
-        carried_over: what the step takes over from them.
-        joint: the deltas that are averaged; None where nothing ever is. Where something may be
-            there always are headers: a site must not wait for a mean that others do not take.
-        loop: what the loop around the backward makes of it. Inside `session.join()` there always
-            are headers, so that all know in time who has run out.
-        trained: parameters of `used` that the backward itself leaves a gradient in.
+        step: number of synchronised steps before this one.
+        used: parameters in which the backward leaves a gradient.
+        unshared: parameters in which earlier passes may have left a gradient.
+        carried_over: rows that the step takes over from earlier passes.
+        joint: count and fingerprint of the averaged deltas; None if there never are any. If there
+            may be some, headers are always exchanged: a site must not wait for a mean that others
+            do not take.
+        loop: facts of the loop. Inside `session.join()` headers are always exchanged, so that all
+            sites know in time which ones have run out.
+        trained: parameters of `used` in which the backward itself leaves a gradient.
     """
 
     step: int
@@ -65,10 +66,10 @@ class _Entry:
 
     Attributes:
         slot: the slot.
-        params: of its unit.
-        layer: which makes its products.
-        number: of the slot among those of the layer.
-        seen: what the layer said; None where something else came to that.
+        params: parameters of its unit.
+        layer: layer that makes its products.
+        number: index of the slot in the layer.
+        seen: what the layer reported; None if earlier passes contributed.
         use: what was announced.
     """
 
@@ -81,7 +82,7 @@ class _Entry:
 
 
 class HeaderBuilder:
-    """Writes the headers of a session."""
+    """Builds the headers of a session."""
 
     def __init__(self, model: Model, fingerprint: int, comm: Comm, blocks: Blocks) -> None:
         self._model, self._fingerprint, self._comm = model, fingerprint, comm
@@ -90,33 +91,32 @@ class HeaderBuilder:
         self._entries: list[_Entry] = []
 
     def move(self, comm: Comm) -> None:
-        """Headers go to other sites from now on."""
+        """Sets the transport of the headers from now on."""
         self._comm = comm
 
     def add(self, layer: TappedLayer) -> None:
-        """Takes note of a layer whose class was swapped."""
+        """Registers a layer whose class was swapped."""
         self._place.update({slot: (layer, k) for k, slot in enumerate(layer.slots)})
 
     def of(self, model: Model) -> HeaderBuilder:
-        """Of a part of the model."""
+        """Returns the builder of a part of the model."""
         part = HeaderBuilder(model, self._fingerprint, self._comm, self._blocks)
         part._place = self._place
         return part
 
     @property
     def rows(self) -> dict[Slot, int]:
-        """Per slot, what this site's last header was written from: all rows, not rounded."""
+        """Number of rows per slot that this site's last header was built from, before rounding."""
         said = {slot: layer.announced_rows[k] for slot, (layer, k) in self._place.items()}
         return {slot: rows for slot, rows in said.items() if rows is not None}
 
     @property
     def untappable(self) -> dict[Slot, str]:
-        """Per slot, why it could not be tapped at this site in what the last header announced."""
+        """Reason per slot why this site could not tap it in what the last header announced."""
         found = {slot: layer.untappable for slot, (layer, _) in self._place.items()}
         return {slot: why for slot, why in found.items() if why is not None}
 
     def _of_slots(self) -> list[_Entry]:
-        """In the order of the model."""
         if not self._entries:  # layers are added after it is made
             unit_of = {slot: unit for unit in self._model.units for slot in unit.slots}
             self._entries = [
@@ -125,7 +125,7 @@ class HeaderBuilder:
         return self._entries
 
     def header(self, about: Announced) -> Header:
-        """What this site announces in a backward; accumulated gradients count as used."""
+        """Returns this site's header of a backward; accumulated gradients count as used."""
         params, joint, loop = self._model.params, about.joint, about.loop
         waiting = {name for name in about.unshared if params[name].grad is not None}
         has_gradient = tuple(map((about.used | waiting).__contains__, params))
@@ -139,17 +139,17 @@ class HeaderBuilder:
         return Header(*own, has_gradient, tuple(uses), alone, joint or (0, 0), *loop)
 
     def uses_as(self, header: Header, used: Set[str]) -> bool:
-        """Whether a backward uses all layers as a header says, where nothing was left before it.
+        """True if a backward without earlier gradients uses all layers as a header says.
 
         Args:
-            header: of another one.
-            used: parameters that the backward leaves a gradient in.
+            header: header of another step.
+            used: parameters in which the backward leaves a gradient.
         """
         pairs = zip(self._of_slots(), header.uses, strict=True)
         return all(self._use(entry, set(), _NOTHING_LEFT, used) == use for entry, use in pairs)
 
     def absent(self, step: int, loop: Loop) -> Header:
-        """Of a site that uses nothing in a step."""
+        """Returns the header of a site that uses nothing in a step."""
         no_rows, nothing = SlotUse(0, True, torch.float32), BlockUse(0, True)
         model, own = self._model, (self._fingerprint, step, self._comm.rank)
         used = (False,) * len(model.params)
@@ -182,7 +182,7 @@ class HeaderBuilder:
 
 
 def _coarse(slot: Slot, rows: int) -> int:
-    """Rows that only a later choice goes by: rounded up, so that small changes need no new plan.
+    """Rounds up rows that only a later choice depends on, so that small changes need no new plan.
 
     From O + I rows on, factors are never smaller than the product.
     """

@@ -1,8 +1,8 @@
 """Joint backpropagation: below a shared part, the mean delta of all sites flows back.
 
 Where a part that is each site's own (`og.Local`) hands its output y to a shared part, every site s
-has a delta of its own there, delta_s. With `joint=True` all sites go on with their mean,
-(1 / S) sum_s delta_s, row by row: the sites' own parts are trained as one.
+has a delta of its own there, delta_s. With `joint=True` all sites go on with the mean, (1 / S)
+sum_s delta_s, row by row: their own parts are trained as one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outergrad.step import param_grad
 
 _START = Preamble.nbytes(0, 0)
 _LANE = 1
-"""Apart from the messages of the step: a site that failed cannot know what came between them."""
+"""Lane apart from the step's messages: a failed site cannot know which came between."""
 
 
 class Point(NamedTuple):
@@ -41,14 +41,14 @@ class Point(NamedTuple):
 
 
 class JointParts:
-    """The parts of a model whose outputs' deltas are averaged.
+    """Parts of a model whose outputs' deltas are averaged.
 
     Args:
         parts: modules that are each site's own, by full name.
         on_delta: is given a point and this site's delta, and returns the mean.
 
     Attributes:
-        params: of the parts.
+        params: parameters of the parts.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class JointParts:
         self._swaps = [self._joined(name, module) for name, module in parts.items()]
 
     def remove(self) -> None:
-        """Gives the modules their own classes back."""
+        """Restores the modules' own classes."""
         for swap in self._swaps:
             swap.restore()
 
     def points(self) -> list[Point]:
-        """Those that the current backward reaches, in the order of forward."""
+        """Returns the points that the current backward reaches, in the order of forward."""
         return [point for point in self._points if will_run(point.node())]
 
     def points_in(self, nodes: Collection[Node]) -> list[Point]:
-        """Those at some of these nodes, in the order of forward."""
+        """Returns the points at some of these nodes, in the order of forward."""
         return [point for point in self._points if point.node() in nodes]
 
     def _joined(self, name: str, module: nn.Module) -> ClassSwap:
@@ -103,18 +103,18 @@ class JointParts:
 
 
 def described(points: Sequence[Point]) -> tuple[int, int]:
-    """What the sites must have in common: how many points, and a fingerprint of their shapes."""
+    """Returns the number of points and a fingerprint of their shapes, equal on all sites."""
     return len(points), fingerprint([f"{tuple(p.shape)} {p.dtype}" for p in points])
 
 
 class JointStep:
-    """The averages of one backward.
+    """Averages of the deltas in one backward.
 
     Args:
-        points: of this backward.
+        points: points that this backward reaches.
         comm: the transport.
-        header: this site's of the step; needed where there are points.
-        params: whose gradients come of the averages.
+        header: this site's header of the step; needed if there are points.
+        params: parameters whose gradients depend on the averages.
     """
 
     def __init__(
@@ -128,22 +128,22 @@ class JointStep:
         self._header, self._params = header, params
         self._digests: list[int] = []
         self.averages = bool(points)
-        """Whether there is anything to average."""
+        """True if there is anything to average."""
 
     @property
     def digest(self) -> int:
-        """Of all messages so far: where it differs, a site sent different ones."""
+        """Digest of all messages so far; if it differs, a site sent different ones."""
         return combined(self._digests)
 
     def clear(self) -> None:
-        """The step does not count: what came of its averages is not to be applied."""
+        """Drops gradients that depend on the averages: the step does not count."""
         param_grad.drop(self._params)
 
     def check(self, joints: Sequence[tuple[int, int]]) -> None:
-        """Checks that all sites average the same deltas; none are, if they do not.
+        """Checks that all sites average the same deltas; otherwise none are averaged.
 
         Raises:
-            RuntimeError: on all sites.
+            RuntimeError: on all sites, if they do not.
         """
         odd = next((rank for rank, joint in enumerate(joints) if joint != joints[0]), None)
         if odd is not None:
@@ -154,7 +154,7 @@ class JointStep:
             )
 
     def mean(self, point: Point, delta: Tensor) -> Tensor:
-        """The mean over the sites; this site's own if some site has failed: the step is void.
+        """Returns the mean delta; this site's own if a site has failed: the step is void.
 
         Raises:
             RefusedError: a message is not as it was sent; the step is to be voted down.
@@ -171,8 +171,8 @@ class JointStep:
     def give_up(self) -> None:
         """Tells the others, at each point that is left, that this site has failed.
 
-        In the order in which backward would have come to them: the others wait there with messages
-        of these lengths. Autograd runs what was made last first.
+        The order is that in which backward would have reached the points, last made first: the
+        others wait there for messages of these lengths.
         """
         while self._waiting:
             self._exchange(self._waiting.pop(), None, State.FAILED)
@@ -180,7 +180,7 @@ class JointStep:
     def _exchange(
         self, point: Point, delta: Tensor | None, state: State
     ) -> tuple[list[Tensor], Preamble]:
-        """The messages of all sites, and how they should begin."""
+        """Returns the messages of all sites, and the preamble that is expected in them."""
         assert self._header is not None
         nbytes = _START + point.shape.numel() * point.dtype.itemsize
         message = torch.zeros(nbytes, dtype=torch.uint8, device=self._comm.device)
@@ -194,7 +194,7 @@ class JointStep:
 
 
 def joint_parts(model: nn.Module, local: Sequence[str]) -> dict[str, nn.Module]:
-    """The largest modules that are all local, if shared parameters are registered behind them.
+    """Returns the largest all-local modules that have shared parameters registered behind them.
 
     Raises:
         ValueError: there are none.

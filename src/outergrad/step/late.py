@@ -1,4 +1,4 @@
-"""The end of a step: with votes that all sites wait for, or that nobody does."""
+"""The end of a step: an optimistic commit, or one that waits for all votes."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ Last = tuple[Bucket, Result] | None
 
 
 class LateStep:
-    """The part of a shared step in which it comes to count, or does not.
+    """Part of a synchronised step that decides whether the step counts.
 
     Attributes:
-        drift: what is wrong with what sites have applied, if that was found out.
-        is_taken: whether what it brought came from another site in the end.
+        drift: error that sites have applied different results, if that was found.
+        is_taken: whether its result came from another site in the end.
 
     Args:
         comm: the transport.
-        pact: what this site promises the others; None where there is no board to agree on.
-        votes: of the session, on the step before.
-        joint: the deltas that are averaged, if there are some.
+        pact: commit participant of this site; None if there is no board to agree on.
+        votes: deferred votes of the session, on the steps before.
+        joint: deltas that are averaged, if any.
     """
 
     context: StepContext
@@ -58,34 +58,33 @@ class LateStep:
 
     @property
     def waits_s(self) -> float:
-        """For how long this site has been waiting for what it waits for now."""
+        """Seconds since the current wait of this site began; 0 outside of waits."""
         return self._receiver.waits_s
 
     def _may_be_late(self) -> bool:
-        """Whether nobody can refuse the step once all its messages are there.
+        """True if no site can refuse the step once all its messages have arrived.
 
-        Then it is applied before there are votes: these are counted at the end of the next one.
-        It follows from the plan, which is the same on all sites.
+        Then it is committed before the votes, which are counted at the end of the next step. The
+        plan decides this, so it is the same on all sites.
         """
         kept = bool(self._buckets) and all(bucket.is_kept for bucket in self._buckets)
         return self._pact is not None and kept and not self._averages
 
     @property
     def needs_no_votes(self) -> bool:
-        """Whether it is applied before there are votes; known once its messages are there."""
+        """True if it is applied before the votes; known once its messages have arrived."""
         return self._is_late and self.drift is None and self._receiver.may_count
 
     def _sent_all(self) -> None:
-        """All messages are under way, and the plan is known."""
         self._receiver.ask_again = self._ask_again if self._is_late else None
 
     def _sends_last(self) -> None:
-        """The last message goes: who has it, too, may apply the step."""
+        """Records that the last message goes: a site that has it, too, may apply the step."""
         if self._pact is not None and self._is_late:
             self._pact.sends()
 
     def _count_before(self) -> None:
-        """The votes on the step before, which this site has applied without them."""
+        """Counts the votes on the step before, which this site has applied without them."""
         self._receiver.place = "the other sites' votes on the step before"
         with self._receiver.waiting():
             self.drift = self.drift or self._votes.count(self.context.header.step)
@@ -99,14 +98,14 @@ class LateStep:
         return Decision.all_good(self.context.header)
 
     def _voted_on(self, last: Last) -> Decision:
-        """What is last is written while the votes travel."""
+        """Votes and waits for all votes; writes the last message while they travel."""
         if self.drift is not None:
             self._ballot.note_drift()
         elif self._pact is not None and self.context.state == State.GOOD:
             self._pact.sends()
         try:
             self._ballot.cast(self.context.state, self.context.bad)
-        finally:  # another site may have heard the vote, and count the step
+        finally:  # another site may have the vote, and count the step
             if last is not None:
                 self._receiver.write(*last)
         self._receiver.place = "the other sites' word that they have everything"
@@ -123,10 +122,10 @@ class LateStep:
         return decision
 
     def _raise_drift(self, decision: Decision) -> None:
-        """What sites have applied differs, in the step before or, on other sites, in this one.
+        """Raises if sites applied different results in the step before or, elsewhere, in this one.
 
         Raises:
-            DriftError: it does.
+            DriftError: they did.
         """
         if self.drift is not None:
             raise self.drift
@@ -135,10 +134,10 @@ class LateStep:
             self.drift = decision.drift()
             raise self.drift
 
-    # -- a message that was damaged -------------------------------------------------------------
+    # -- damaged messages -----------------------------------------------------------------------
 
     def _ask_again(self, site: int, place: int, nbytes: int) -> bytes:
-        """A message of another site, once more.
+        """Requests a message of another site once more.
 
         Raises:
             ExchangeError: it does not come.
@@ -160,17 +159,17 @@ class LateStep:
         raise ExchangeError(told, (site,), kind=Failure.TIMEOUT)
 
     def message_to(self, site: int, place: int) -> bytes | None:
-        """What this site sent in it; None if that cannot be had any more."""
+        """Returns the bytes that this site sent in a message; None if they are no longer there."""
         if place == BUFFERS_PLACE:
             gathered = None if self._buffers is None else self._buffers.gathered
         else:
             gathered = self._sent[place][1].gathered if 0 <= place < len(self._sent) else None
         return None if gathered is None else gathered.own.cpu().numpy().tobytes()
 
-    # -- a step that others lack, or this site does ---------------------------------------------
+    # -- results for sites that lack a step -----------------------------------------------------
 
     def brought(self) -> Brought:
-        """What came of it, again."""
+        """Returns the result of the step once more."""
         self.context.reading = None
         means, additions = {}, {}
         for bucket, pending in self._sent:
@@ -182,7 +181,7 @@ class LateStep:
         return Brought(True, means, additions, named)
 
     def take(self, brought: Brought) -> None:
-        """Takes what the step brought elsewhere; what this site has written of it is the same.
+        """Applies the step's result of another site; gradients written here are the same, and stay.
 
         Raises:
             ValueError: it is of another model.

@@ -1,4 +1,4 @@
-"""Votes that nobody waits for: one for many steps, counted at the end of the next step."""
+"""Deferred votes: one vote covers many steps, and is counted at the end of the next step."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from outergrad.step.commit import Ballot
 from outergrad.step.pact import Pact
 
 _EVERY = 16
-"""Steps. A vote in each would cost small models a tenth of a step: it wakes threads of gloo's."""
+"""Steps per vote. One in each would cost small models a tenth of it: it wakes gloo's threads."""
 
 
 class LateVotes:
-    """The steps of a session that this site has applied without waiting for votes.
+    """Steps of a session that this site has applied without waiting for votes.
 
-    That the others have made a step, too, they say by sending the messages of the next one. The
-    votes say that all have received the same in it, and in those before it.
+    By the messages of the next step the other sites show that they have made this one, too. The
+    votes show that all have received the same in it, and in those before it.
 
-    The last step is kept until then: a site that lacks it may ask what it brought.
+    The last step is kept until then: a site that lacks it may request its result.
 
     Attributes:
-        first: of the steps since the last vote; None where there is none.
-        digest: of what came in them.
+        first: first step since the last vote; None if there is none.
+        digest: digest of what this site received in these steps.
     """
 
     def __init__(self) -> None:
@@ -38,27 +38,27 @@ class LateVotes:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all sites are known to have made the last step."""
+        """True if all sites are known to have made the last step."""
         return self._step is None and self._decided is None
 
     @property
     def are_compared(self) -> bool:
-        """Whether all sites are known to have received the same in the last step."""
+        """True if all sites are known to have received the same in the last step."""
         return self._step is None
 
     @property
     def are_cast(self) -> bool:
-        """Whether sites have voted on the last step, which is not settled."""
+        """True if sites have voted on the last step, which is not settled."""
         return self._ballot is not None and self._ballot.is_cast
 
     @property
     def are_due(self) -> bool:
-        """Whether sites vote on the step that is under way, if nobody can refuse it."""
+        """True if sites vote on the current step, provided that none can refuse it."""
         return self._left == 0
 
     @property
     def about(self) -> str:
-        """The steps since the last vote, in words."""
+        """Steps since the last vote, in words."""
         if self._decided is not None:
             return f"step {self._decided}"
         assert self._ballot is not None
@@ -67,12 +67,12 @@ class LateVotes:
         return f"the steps {self.first} to {last}" if several else f"step {last}"
 
     def keep(self, ballot: Ballot, step: object, digest: SupportsInt | None = None) -> None:
-        """A step was applied, with votes or without.
+        """Keeps a step that was applied, with votes or without.
 
         Args:
-            ballot: on it.
-            step: what may be asked of it.
-            digest: the ballot's, if the caller has it already.
+            ballot: ballot on the step.
+            step: the step, which others may ask about.
+            digest: digest of the ballot, if the caller has it already.
         """
         self._ballot, self._step, self._decided = ballot, step, None
         if ballot.is_cast:
@@ -83,14 +83,14 @@ class LateVotes:
             self._left, self.first = self._left - 1, first
 
     def note_decided(self, step: int) -> None:
-        """All have voted for a step, which counts; others may still wait for a vote on it."""
+        """Records that all voted for a step; other sites may still wait for a vote on it."""
         self._decided = step
 
     def make(self, ballot: Ballot, step: Any, pact: Pact) -> None:
-        """A step whose messages all were good is made here; the sites vote on it if that is due.
+        """Commits a step whose messages were all good; the sites vote on it if that is due.
 
         Raises:
-            ExchangeError: it must not be made without the others, who gave up.
+            ExchangeError: it must not be made without the others, which aborted.
         """
         if self.first is not None:
             ballot.cover(self.first, int(self.digest))
@@ -103,13 +103,13 @@ class LateVotes:
         self.keep(ballot, step, digest)
 
     def count(self, now: int | None = None) -> DriftError | None:
-        """Waits for the votes, if there are some; all sites have made the last step.
+        """Counts the votes on the last step, which all sites have made; waits for them, if any.
 
         Args:
-            now: the step in which this is done.
+            now: number of the current step.
 
         Returns:
-            What is wrong, if they are not all the same.
+            The error, if the votes are not all good and the same.
 
         Raises:
             ExchangeError: another site is lost.
@@ -119,10 +119,10 @@ class LateVotes:
         return None if decision is None or decision.good else decision.drift(now)
 
     def compare(self, digests: Mapping[int, int | None]) -> DriftError | None:
-        """All sites have made the last step, on which they have not voted.
+        """Returns the error if sites differ in the last step, which all have made but not voted on.
 
         Args:
-            digests: of what came to each, where that is known.
+            digests: digest of what each site received, where it is known.
         """
         ballot = self._ballot
         self.forget()
@@ -133,10 +133,10 @@ class LateVotes:
         return None if decision.good else decision.drift()
 
     def forget(self) -> None:
-        """Nobody will ask for the last step any more."""
+        """Drops the last step, because no site will ask about it any more."""
         self._ballot = self._step = self._decided = None
 
     def restart(self) -> None:
-        """All sites are equal again, whatever came before."""
+        """Starts anew with sites that are equal, whatever came before."""
         self.forget()
         self._left, self.first, self.digest = 0, None, 0

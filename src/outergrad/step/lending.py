@@ -1,4 +1,4 @@
-"""Gradients that stay in the buffer in which they were summed."""
+"""Gradients as bucket views: they stay in the buffer in which they were summed."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from outergrad.step import param_grad
 
 
 class Lending:
-    """Makes sums the gradients of a loop, if that leaves gradients as they are.
+    """Makes the sums of a bucket the gradients, if the loop leaves gradients as they are.
 
-    To copy a sum into `param.grad` takes a pass over it. It is needed where somebody keeps the
-    gradient that autograd formed (`zero_grad(set_to_none=False)`, flat buffers of others), and
-    where the loop changes gradients in place (clipping, unscaling), because a sum is kept for a
-    step, for sites that lack it. The first sums are copied, to see what becomes of them. Of a
-    message all sums are lent, if one is large, or none.
+    Copying a sum into `param.grad` takes a pass over it. It is needed if somebody keeps the
+    gradient that autograd formed (`zero_grad(set_to_none=False)`, flat buffers of others). It is
+    also needed if the loop changes gradients in place (clipping, unscaling), because a sum is kept
+    for a step, for sites that lack it. The first sums are copied, to see what becomes of them.
+    Either all sums of a message become gradients, if one is large, or none.
     """
 
     def __init__(self) -> None:
         self._names: list[str] | None = None
-        """Parameters whose sums may be lent; none of them once the loop would notice."""
+        """Parameters whose sums may become gradients; empty once the loop would notice."""
         self._copies: list[_Copy] | None = None
         self._copied: Mapping[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
-        """Those that will be lent, as tensors of their own in the same memory."""
+        """Sums that will become gradients, as tensors of their own in the same memory."""
         self._one: Tensor | None = None
-        """A part of that memory."""
+        """A view of that memory, whose version counts the writes to all of it."""
         self._lent: tuple[Tensor, int] | None = None
-        """One of the sums that were lent, with the count of changes of all of them then."""
+        """Such a view for the sums that became gradients, with its version then."""
 
     def prepare(self, params: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> None:
-        """Settles what is lent and what is copied, while the sums are on their way.
+        """Decides which sums become gradients and which are copied, while they are on their way.
 
         Args:
-            params: by name; their gradients are complete.
-            sums: parts of a buffer that is not written to as long as somebody holds them.
+            params: parameters by name, whose gradients are complete.
+            sums: views of a buffer that is not written to as long as somebody holds them.
         """
         if self._names is None:
             self._names = list(sums) if any(t.numel() >= LARGE for t in sums.values()) else []
@@ -55,13 +55,13 @@ class Lending:
             self._sums, self._copied = {}, sums
 
     def write(self, params: Mapping[str, Tensor]) -> None:
-        """The sums have come: copies into `param.grad` those that are not lent."""
+        """Copies the sums that do not become gradients into `param.grad`, once they have come."""
         if self._copied:
             param_grad.overwrite(params, self._copied)
             self._copied = {}
 
     def lend(self, params: Mapping[str, Tensor]) -> None:
-        """The step counts: sums that may be lent become `param.grad`."""
+        """Makes sums the gradients where that is possible, once the step counts."""
         self._lent = None
         if self._sums:
             assert self._one is not None
@@ -77,24 +77,24 @@ class Lending:
 
 
 def _are_like(pairs: Sequence[tuple[Tensor | None, Tensor]]) -> bool:
-    """Whether nobody would notice if gradients were other tensors of the same values."""
+    """True if nobody would notice gradients that are other tensors of the same values."""
     for grad, t in pairs:
         if type(grad) is not Tensor or grad.requires_grad or grad.dtype != t.dtype:
             return False
-        if grad.stride() != t.stride() or holders(grad) > 1:
+        if grad.stride() != t.stride() or holders(grad) > 1:  # others share its memory
             return False
     return True
 
 
 @dataclass
 class _Copy:
-    """A gradient that a sum was copied into, whose memory may be freed.
+    """A gradient that a sum was copied into, and whose memory may be freed.
 
     Attributes:
-        param: whose.
-        grad: it, as long as somebody has it.
-        counter: an empty tensor with its count of changes.
-        version: that count then.
+        param: parameter of the gradient.
+        grad: weak reference to the gradient.
+        counter: empty tensor that shares its version counter.
+        version: version at the time.
     """
 
     param: Tensor
@@ -104,13 +104,13 @@ class _Copy:
 
     @staticmethod
     def of(param: Tensor) -> _Copy:
-        """What is in `param.grad` now."""
+        """Records the current gradient of a parameter."""
         grad = param.grad
         assert grad is not None
         counter = grad.detach()
-        counter.data = grad.new_empty(0)
+        counter.data = grad.new_empty(0)  # keeps the version counter, not the memory
         return _Copy(param, ref(grad), counter, grad._version)
 
     def was_left_alone(self) -> bool:
-        """Whether it was not changed in place, and a new backward has made another one."""
+        """True if it was not changed in place, and is not `param.grad` any more."""
         return self.counter._version == self.version and self.grad() is not self.param.grad

@@ -1,4 +1,4 @@
-"""What is left when a site is lost: who it was, where, and whether the step still counts."""
+"""Findings after a loss: which sites are lost, where, and whether the step still counts."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from outergrad.core.errors import ExchangeError, Failure, SiteLostError
 from outergrad.core.transport import Comm, MeshRanks
 
 Named = Callable[[Sequence[int]], str]
-"""Sites, or ranks of a mesh, in words."""
+"""Formats sites, or ranks of a mesh, as words."""
 _SOON_S = 2.0
 FAREWELL_S = 0.25
-"""How long a site whose connection was closed has to say why: Python ends after it closed."""
+"""Seconds for a site with a closed connection to say why: Python ends after it closed."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a site finds when it has lost others.
+    """Findings of a site that has lost others.
 
     Attributes:
-        lost: these.
+        lost: the lost sites.
         counted: whether the step counts all the same: some site has made it.
         certain: whether it is known that no site has applied the step.
-        may_differ: as of the error.
-        lacking: those of them that left word of fewer steps than this site's, and make no more.
+        may_differ: as in `SiteLostError`.
+        lacking: sites of `may_differ` that reported fewer steps than this site's, and make no more.
         awaited_by: sites that waited for this one in vain.
-        told: what sites left word of why they went.
-        doubt: why it cannot be known whether the step counts elsewhere, where it cannot.
+        told: reasons for leaving that sites reported.
+        doubt: reason why it cannot be known whether the step counts elsewhere, if so.
     """
 
     lost: tuple[int, ...]
@@ -44,10 +44,10 @@ class Findings:
 
 
 def find_out(comm: Comm, standing: Standing) -> Findings:
-    """Gives up together with the other sites that are left.
+    """Aborts together with the other sites that are left.
 
-    Where nobody can have applied the step, this waits only to learn who is lost; otherwise until
-    every site that may live has said how far it is, for as long as messages may take.
+    If no site can have applied the step, this waits only to learn which sites are lost. Otherwise
+    it waits until every site that may live has reported, for as long as messages may take.
     """
     began = time.monotonic()
 
@@ -61,17 +61,17 @@ def find_out(comm: Comm, standing: Standing) -> Findings:
 
 
 def patience_for(standing: Standing, message_s: float) -> float:
-    """How long a site waits for the word of others, where a message may take so long."""
+    """Returns how many seconds to wait for reports, where a message may take `message_s`."""
     return message_s if standing.voted else min(_SOON_S, message_s)
 
 
 def is_enough(standing: Standing, texts: Sequence[str | None], waited_s: float) -> bool:
-    """Whether a site that gave up need not wait for more.
+    """True if a site that aborted need not wait for more reports.
 
     Args:
-        standing: its own.
-        texts: what every site has left so far, None for those that have left nothing.
-        waited_s: how long it has waited for them.
+        standing: its own report.
+        texts: reports of every site so far; None for sites without one.
+        waited_s: seconds that it has waited for them.
     """
     found = _readable(texts)
     missing = {site for site, text in enumerate(texts) if text is None}
@@ -83,14 +83,14 @@ def is_enough(standing: Standing, texts: Sequence[str | None], waited_s: float) 
 def conclude(
     standing: Standing, texts: Sequence[str | None] | None, rank: int, sites: int, host: int | None
 ) -> Findings:
-    """What follows for one site from what it knows in the end.
+    """Returns the findings of one site from all reports.
 
     Args:
-        standing: its own.
-        texts: what every site has left; None if the store is gone.
-        rank: which site this is.
-        sites: how many there are.
-        host: the site that the store ends with, if any.
+        standing: its own report.
+        texts: reports of every site; None if the store is gone.
+        rank: rank of this site.
+        sites: number of sites.
+        host: site with which the store ends, if any.
     """
     if texts is None:
         return _alone(standing, rank, sites, host)
@@ -98,13 +98,11 @@ def conclude(
 
 
 def _readable(texts: Sequence[str | None]) -> dict[int, Standing]:
-    """What sites have left, without what cannot be read."""
     read = {site: Standing.of(text) for site, text in enumerate(texts) if text is not None}
     return {site: standing for site, standing in read.items() if standing is not None}
 
 
 def _found(rank: int, standing: Standing, texts: Sequence[str | None]) -> Findings:
-    """What follows from what the sites have left."""
     found = {**_readable(texts), rank: standing}
     missing = {site for site, text in enumerate(texts) if text is None}
     others = {site: one for site, one in found.items() if site != rank}
@@ -126,18 +124,18 @@ def _found(rank: int, standing: Standing, texts: Sequence[str | None]) -> Findin
 
 
 def _stays_behind(other: Standing, own: Mapping[int, LastStep]) -> bool:
-    """Whether a site has made fewer steps of any session, and will not hear of more.
+    """True if a site has made fewer steps of any session, and will not learn of more.
 
-    Who has not voted on the step takes nobody's word that it counts.
+    A site that has not voted on the step accepts from nobody that it counts.
     """
     fewer = any(end.steps < own[one].steps for one, end in other.ends.items() if one in own)
     return fewer and (other.settled or bool(other.ended) or not other.voted)
 
 
 def lost_of(rank: int, found: Mapping[int, Standing], missing: set[int]) -> tuple[int, ...]:
-    """Who is lost: who left no word, or came too late, or gave up because of an error of its own.
+    """Returns the sites that left no report, came too late, or aborted because of their own error.
 
-    Where all have left word and nobody has waited in vain, only a connection is lost.
+    If all have reported and none has waited in vain, only a connection is lost.
     """
     suspects = {site for one in found.values() for site in (*one.silent, *one.gone)}
     left = missing | {site for site, one in found.items() if one.ended}
@@ -150,7 +148,7 @@ def lost_of(rank: int, found: Mapping[int, Standing], missing: set[int]) -> tupl
 
 
 def awaited_by(rank: int, found: Mapping[int, Standing]) -> tuple[int, ...]:
-    """Who has waited for a site in vain."""
+    """Returns the sites that have waited for a site in vain."""
     told = tuple(site for site, one in found.items() if rank in one.silent)
     if told or rank not in _late(found):
         return told
@@ -167,10 +165,10 @@ def _late(found: Mapping[int, Standing]) -> set[int]:
 
 
 def _late_in_sum(found: Mapping[int, Standing]) -> set[int]:
-    """In an all-reduce nobody knows for whom it waits.
+    """Returns the site that is late in an all-reduce, where nobody knows for whom it waits.
 
-    But who is late has not sent its part. If it stood still while it sent it, it has not waited for
-    long when the others give up.
+    A late site has not sent its part. If it was suspended in the send, it has not waited for long
+    when the others abort.
     """
     least, longest_s = min(o.made for o in found.values()), max(o.waited_s for o in found.values())
     level = {site: one for site, one in found.items() if one.made == least}
@@ -180,13 +178,13 @@ def _late_in_sum(found: Mapping[int, Standing]) -> set[int]:
 
 
 def late_sites(silent: Mapping[int, Sequence[int]]) -> set[int]:
-    """For whom sites have waited in vain.
+    """Returns the sites for which others have waited in vain.
 
-    A site that stood still finds all the others late when it goes on: where somebody has waited
-    for it, too, its own word counts only if there is no other.
+    A site that was suspended finds all the others late when it resumes. If somebody has waited for
+    it, too, its own report counts only if there is no other.
 
     Args:
-        silent: per site, those that it has waited for.
+        silent: for each site, the sites that it has waited for.
     """
     late = {site for sites in silent.values() for site in sites}
     told = {site for one, sites in silent.items() if one not in late for site in sites}
@@ -194,12 +192,11 @@ def late_sites(silent: Mapping[int, Sequence[int]]) -> set[int]:
 
 
 def told_by(words: Mapping[int, Standing]) -> dict[int, str]:
-    """Why sites went, in their own words."""
+    """Returns the reasons for leaving that sites reported."""
     return {site: told for site, one in words.items() if (told := _told(one))}
 
 
 def _told(one: Standing) -> str:
-    """Why a site went, in its own words."""
     if one.ended == "session":
         return f"its session had ended, after {_steps(one)}"
     return f"it {'ended with' if one.ended else 'gave up because of'} {one.why}" * bool(one.why)
@@ -211,9 +208,9 @@ def _steps(one: Standing) -> str:
 
 
 def _alone(standing: Standing, rank: int, sites: int, host: int | None) -> Findings:
-    """What there is to find without the store: it is usually gone with the site that holds it.
+    """Returns findings without the store, which is usually gone with the site that holds it.
 
-    Whose connection was closed tells nothing then: that of a site that gave up is closed, too.
+    A closed connection tells nothing then: a site that aborts closes its connections, too.
     """
     suspects = tuple(sorted({*standing.gone, *standing.silent}))
     return Findings(
@@ -225,10 +222,10 @@ def _alone(standing: Standing, rank: int, sites: int, host: int | None) -> Findi
 
 
 def find_out_in_mesh(mesh: MeshRanks, standing: Standing, message_s: float) -> Findings:
-    """Gives up together with the other ranks of a mesh; sites here are ranks, by their numbers.
+    """Aborts together with the other ranks of a mesh; sites here are ranks, by their numbers.
 
-    A rank that gives up takes nobody's word that the step counts: it has not got the shares of the
-    others. So what it leaves is final.
+    A rank that aborts accepts from nobody that the step counts, because it lacks the shares of the
+    others. So its report is final.
     """
     began = time.monotonic()
 
@@ -244,7 +241,7 @@ def find_out_in_mesh(mesh: MeshRanks, standing: Standing, message_s: float) -> F
 
 
 def found_in_mesh(mesh: MeshRanks, standing: Standing, texts: Sequence[str | None]) -> Findings:
-    """What follows from what the ranks of a mesh have left."""
+    """Returns the findings from the reports of a mesh's ranks."""
     found = {**_readable(texts), mesh.number: standing}
     others = {number: one for number, one in found.items() if number != mesh.number}
     unknown = set(range(mesh.total)) - found.keys()
@@ -266,7 +263,7 @@ def found_in_mesh(mesh: MeshRanks, standing: Standing, texts: Sequence[str | Non
 
 
 def _steps_apart(ends: Mapping[int, LastStep], own: Mapping[int, LastStep]) -> int:
-    """By how many steps another is ahead in a session in which it has made other steps."""
+    """Returns by how many steps another rank is ahead, in the session that differs most."""
     steps = [end.steps - own[one].steps for one, end in ends.items() if one in own]
     return max(steps, key=abs, default=0)
 
@@ -278,7 +275,7 @@ def standing_of(
     ends: Mapping[int, LastStep] | None = None,
     mesh: MeshRanks | None = None,
 ) -> Standing:
-    """How far this site has come when its transport failed, before any vote."""
+    """Returns the report of this site when its transport failed, before any vote."""
     closed, late = error.kind == Failure.CLOSED, error.kind == Failure.TIMEOUT
     sites = error.sites if mesh is None else error.ranks or mesh.numbers_of(error.sites)
     return Standing(
@@ -301,7 +298,7 @@ def lost_error(
     findings: Findings,
     mesh: MeshRanks | None = None,
 ) -> SiteLostError:
-    """What the user is told; with a mesh the findings are of ranks, by their numbers."""
+    """Returns the error for the user; with a mesh the findings are of ranks, by their numbers."""
     told = named if mesh is None else partial(_named_ranks, mesh)
     own = told([rank if mesh is None else mesh.number])
     ranks = [] if mesh is None else [mesh.place_of(number) for number in findings.lost]
@@ -328,7 +325,6 @@ def _sites_of(mesh: MeshRanks, numbers: Sequence[int]) -> tuple[int, ...]:
 
 
 def _named_ranks(mesh: MeshRanks, numbers: Sequence[int]) -> str:
-    """Ranks of a mesh, in words."""
     places = [mesh.place_of(number) for number in numbers]
     return ", ".join(f"local rank {k} of site {site}" for site, k in places) or "the others"
 
@@ -342,7 +338,7 @@ def _why(error: Exception, findings: Findings, named: Named) -> str:
 
 
 def _how_far(step: int, findings: Findings, named: Named) -> str:
-    """Whether the step counts anywhere, and which sites may have made others than this one."""
+    """Says whether the step counts anywhere, and which sites may have made other steps."""
     some, doubt = named(findings.may_differ), f"; {findings.doubt}" * bool(findings.doubt)
     if not findings.certain:
         return (
@@ -361,7 +357,7 @@ def _how_far(step: int, findings: Findings, named: Named) -> str:
 
 
 def named(sites: Sequence[int]) -> str:
-    """Sites, in words."""
+    """Formats sites as words."""
     if not sites:
         return "the others"
     return f"site {sites[0]}" if len(sites) == 1 else f"sites {', '.join(map(str, sites))}"

@@ -1,4 +1,4 @@
-"""Steps that came to nothing: they are told of, and not too many may follow each other."""
+"""Steps that were skipped or discarded: they are reported, and too many in a row raise."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _WHAT = {Verdict.BAD: "skipped", **dict.fromkeys(_DISCARDED, "discarded")}
 
 
 class Mishaps:
-    """Counts what went wrong with steps.
+    """Reports failed steps, and counts consecutive skipped ones.
 
     Args:
-        params: of the model, in the order in which votes count them.
-        rank: this site.
-        most_bad: how many steps after each other may be skipped; None if none is.
+        params: parameters of the model, in the order of their indices in votes.
+        rank: rank of this site.
+        most_bad: how many consecutive steps may be skipped; None if none is.
         tell: is given every event.
     """
 
@@ -46,18 +46,18 @@ class Mishaps:
 
     @property
     def skips_bad(self) -> bool:
-        """Whether steps are skipped whose gradients are not finite."""
+        """True if steps are skipped whose gradients are not finite."""
         return self._most_bad is not None
 
     def decided(self, decision: Decision, names: list[str]) -> None:
-        """A step has come to its end.
+        """Records the decision on a step.
 
         Args:
-            decision: of all sites.
-            names: of its parameters, as its votes count them.
+            decision: decision of all sites.
+            names: names of what votes can be about, by index.
 
         Raises:
-            BadStepsError: on all sites: too many were skipped.
+            BadStepsError: on all sites, if too many steps were skipped.
         """
         if decision.verdict != Verdict.BAD:
             self._bad = 0 if decision.good else self._bad
@@ -69,14 +69,14 @@ class Mishaps:
             self._skip(vote, layer)
 
     def counted(self) -> None:
-        """A step counts."""
+        """Records that a step counts."""
         self._bad = 0
 
     def alone(self, step: int) -> None:
-        """A step of a single site has come to its end; its gradients are taken away if bad.
+        """Records a step of a single site; drops its gradients if they are not finite.
 
         Raises:
-            BadStepsError: as above.
+            BadStepsError: too many steps were skipped.
         """
         grads = {name: p.grad for name, p in self._params.items() if p.grad is not None}
         bad = next((name for name, grad in grads.items() if not is_finite(grad)), None)
@@ -88,11 +88,11 @@ class Mishaps:
         self._skip(Vote(0, step, self._rank), bad)
 
     def drifted(self, step: int, sites: tuple[int, ...], layer: str) -> None:
-        """The replicas were found to differ."""
+        """Reports that the replicas were found to differ."""
         self._record(step, "drifted", sites, layer)
 
     def lost(self, error: SiteLostError) -> None:
-        """A site was lost."""
+        """Reports that a site was lost."""
         self._record(error.step, "lost", error.sites, error.place)
 
     def _record(self, step: int, what: str, sites: tuple[int, ...], layer: str) -> None:

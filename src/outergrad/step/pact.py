@@ -1,8 +1,8 @@
-"""What a site and its watcher know of the steps that sites make together, and what they promise.
+"""State of this site's commits, shared by loop and watcher, and its promises to others.
 
-A step is made once it is counted here: then the others can have from this site what it brought. A
-site that gives up, or hears that others do, is frozen: it makes no more steps but what all agree
-on (`agreement.py`).
+A step is made once it is counted here: from then on the others can have its result from this site.
+A site that aborts, or learns that others do, is frozen: it makes no more steps except those that
+all agree on (`agreement.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outergrad.step.digests import Digests
 from outergrad.step.turning import Turning
 
 MOST_SESSIONS = 64
-"""Of the latest ones something is told to other sites."""
+"""Number of sessions, the latest ones, of which other sites are told."""
 _POLL_S = 0.02
 
 
@@ -34,32 +34,32 @@ class Kept(Protocol):
 
     @property
     def waits_s(self) -> float:
-        """For how long this site has been waiting for what it waits for now."""
+        """Seconds since the current wait of this site began; 0 outside of waits."""
         ...
 
     def brought(self) -> Brought | None:
-        """What came of it, again; None if that cannot be had any more."""
+        """Returns the result of the step once more; None if it is no longer there."""
         ...
 
     def message_to(self, site: int, place: int) -> bytes | None:
-        """What this site sent in it; None if that cannot be had any more."""
+        """Returns the bytes that this site sent in a message; None if they are no longer there."""
         ...
 
 
 @dataclass
 class _Step:
-    """One that is made, or under way.
+    """The last step that was made.
 
     Attributes:
         applied: whether it counts.
-        kept: what is left of it; None where whoever lacks it needs no more than `applied`.
+        kept: weak reference to the step; None if a site that lacks it needs only `applied`.
     """
 
     applied: bool
     kept: ref[Any] | None
 
     def content(self) -> bytes | None:
-        """What it brought, if that is still known."""
+        """Returns the packed result of the step; None if it is no longer there."""
         if self.kept is None:
             return Brought(self.applied).packed()
         step = self.kept()
@@ -68,14 +68,14 @@ class _Step:
 
 
 class Pact(Turning):
-    """Of one site with the others of a transport.
+    """Commit participant: one site among the sites of a transport.
 
     Attributes:
-        made: how many steps have come to their end, those of all sessions.
-        frozen: whether this site makes no more.
-        session: the one whose step came to its end last.
-        asked: questions of other sites that were read.
-        digests: by session, of what came in its last steps; only of those that nobody voted on.
+        made: number of steps that have ended, of all sessions.
+        frozen: whether this site makes no more steps.
+        session: fingerprint of the session whose step ended last.
+        asked: number of requests of other sites that were read.
+        digests: digest, by session, of its last steps; only of those that nobody voted on.
     """
 
     def __init__(self) -> None:
@@ -89,17 +89,17 @@ class Pact(Turning):
         self._outcome: Outcome | None = None
         super().__init__()
 
-    # -- what the loop tells --------------------------------------------------------------------
+    # -- called by the loop ---------------------------------------------------------------------
 
     def begins(self, step: Kept) -> None:
-        """A step is under way."""
+        """Records the step that is under way."""
         self._current = ref(step)
 
     def sends(self) -> None:
-        """This site is about to send what makes another one able to make the step.
+        """Records that this site is about to send what enables another one to make the step.
 
         Raises:
-            ExchangeError: it has promised not to.
+            ExchangeError: this site is frozen.
         """
         with self._lock:
             self._refuse_frozen()
@@ -108,16 +108,16 @@ class Pact(Turning):
     def makes(
         self, session: int, step: Kept | None, *, applied: bool, digest: SupportsInt | None = None
     ) -> None:
-        """A step comes to its end here.
+        """Records that a step has ended here.
 
         Args:
-            session: whose.
-            step: what is kept; None where all that could lack it have all but the decision.
+            session: fingerprint of its session.
+            step: step that is kept; None if sites that lack it lack only the decision.
             applied: whether it counts.
-            digest: of what came in it, where nobody voted on it.
+            digest: digest of what this site received in it, if nobody voted on it.
 
         Raises:
-            ExchangeError: it must not, without the others.
+            ExchangeError: this site is frozen: the step must not end without the others.
         """
         with self._lock:
             self._refuse_frozen()
@@ -132,16 +132,16 @@ class Pact(Turning):
             del self.digests[next(iter(self.digests))]
         self.digests[session] = digest
 
-    # -- what the watcher answers ---------------------------------------------------------------
+    # -- called by the watcher ------------------------------------------------------------------
 
     @property
     def told(self) -> dict[int, int]:
-        """The digests, as other sites are told of them."""
+        """Digests by session, in the form in which they are published."""
         with self._lock:
             return {session: int(digest) for session, digest in self.digests.items()}
 
     def digests_of_all(self, comm: Comm) -> Digests:
-        """What is known of what all sites have received, in as many steps as this one has made."""
+        """Returns the known digests of all sites, after as many steps as this site has made."""
         with self._lock:
             if self._of_all is None or self._of_all.made != self.made:
                 own = comm.rank, comm.world_size, self.made
@@ -149,7 +149,7 @@ class Pact(Turning):
             return self._of_all
 
     def message_to(self, site: int, made: int, place: int) -> bytes | None:
-        """What this site sent in the step after so many, if it is known."""
+        """Returns the bytes that this site sent in the step after `made` steps, if known."""
         with self._lock:
             last = None if self._last is None else self._last.kept
             found = {self.made: self._current, self.made - 1: last}.get(made)
@@ -159,11 +159,11 @@ class Pact(Turning):
     # -- when others are lost -------------------------------------------------------------------
 
     def agree(self, comm: Comm, standing: Standing) -> Outcome:
-        """Freezes this site, unless it is, and goes by what all agree on.
+        """Freezes this site and runs an agreement; if it is frozen, waits for that outcome.
 
         Args:
             comm: the transport, which has a board.
-            standing: how far this site is, but for what is known here.
+            standing: report of this site, without what is known here.
         """
         with self._lock:
             is_first, self.frozen = not self.frozen, True
@@ -193,12 +193,12 @@ class Pact(Turning):
             return None
         try:
             return self._last.content()
-        except RuntimeError:  # nobody can have it of this site: others may
+        except RuntimeError:  # not to be had from this site, but perhaps from others
             return None
 
 
 def _gone_through(agreement: Agreement, board: Board, session: int) -> Outcome:
-    """Asks the board what an agreement asks."""
+    """Runs an agreement: sends it the board's answers to its requests."""
     asking = agreement.reach()
     try:
         request = next(asking)
@@ -227,14 +227,14 @@ def _answer(board: Board, request: Request, session: int) -> Any:
 
 
 def refuse_if_given_up(comm: Comm, began: float) -> None:
-    """A site that stood still looks whether the others went on without it.
+    """Checks, if this site was suspended, that the others have not gone on without it.
 
     Args:
         comm: the transport.
-        began: when its step did, by the monotonic clock.
+        began: start of the step, by the monotonic clock.
 
     Raises:
-        ExchangeError: they did.
+        ExchangeError: they have.
     """
     if comm.board is None or time.monotonic() - began < comm.patience_s / 2:
         return
@@ -244,5 +244,5 @@ def refuse_if_given_up(comm: Comm, began: float) -> None:
 
 
 def is_in_trouble(board: Board) -> bool:
-    """Whether some site has given up."""
+    """True if some site has aborted."""
     return board.slot(TROUBLE) is not None

@@ -1,4 +1,4 @@
-"""The one place that writes `param.grad`: always in the memory layout that autograd gives it."""
+"""All writes to `param.grad`, in the memory layout that autograd gives it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def put(p: Tensor, gradient: Tensor) -> None:
 
 @torch.no_grad()
 def _laid_out(gradient: Tensor, p: Tensor) -> Tensor:
-    """The gradient itself, or a copy where its layout is not the one that autograd gives."""
+    """Returns the gradient, or a copy if its layout is not the one that autograd gives."""
     if not _is_dense(p):
         return gradient.contiguous()
     if gradient.stride() == p.stride():
@@ -31,7 +31,7 @@ def _laid_out(gradient: Tensor, p: Tensor) -> Tensor:
 
 
 def _is_dense(t: Tensor) -> bool:
-    """Whether its elements fill its memory without gaps and overlaps, in whatever order."""
+    """True if its elements fill its memory without gaps and overlaps, in any order."""
     expected = 1
     for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
         if size > 1 and stride != expected:
@@ -47,7 +47,7 @@ def add(params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
         p = params[name]
         if p.grad is not None:
             p.grad.add_(gradient)
-        elif gradient.is_contiguous() and p.is_contiguous():  # as `put`, without its call
+        elif gradient.is_contiguous() and p.is_contiguous():  # `put` inlined
             p.grad = gradient
         else:
             put(p, gradient)
@@ -55,7 +55,7 @@ def add(params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def overwrite(params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
-    """`param.grad = gradient`, in place where there is one: the gradients are views of buffers."""
+    """`param.grad = gradient`, always by copy: the gradients are views of buffers."""
     pairs = [(params[name], gradient) for name, gradient in gradients.items()]
     there = [(p.grad, gradient) for p, gradient in pairs if p.grad is not None]
     if there:
@@ -67,7 +67,7 @@ def overwrite(params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> 
 
 
 def replace(params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
-    """`param.grad = gradient`, which becomes the loop's."""
+    """`param.grad = gradient`, without a copy: the gradient is the loop's from then on."""
     for name, gradient in gradients.items():
         put(params[name], gradient)
 
@@ -89,6 +89,6 @@ def zero(params: Iterable[Tensor]) -> None:
 
 
 def drop(params: Iterable[Tensor]) -> None:
-    """`param.grad = None`: nobody applies it by mistake."""
+    """`param.grad = None`, so that nobody applies it by mistake."""
     for p in params:
         p.grad = None

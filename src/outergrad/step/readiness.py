@@ -1,4 +1,4 @@
-"""Whether all parameters of the next message are ready."""
+"""Readiness of the parameters of the next message."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Iterator
 
 
 class Readiness:
-    """Which parameters a backward has still to come to; it looks at each of a message once.
+    """Parameters that a backward has still to reach; it looks at each of a message once.
 
     Args:
-        waiting: all that it will come to.
+        waiting: all parameters that the backward will reach.
     """
 
     def __init__(self, waiting: Iterable[str]) -> None:
@@ -19,14 +19,14 @@ class Readiness:
         self._next: str | None = None
 
     def note(self, name: str) -> None:
-        """The backward has nothing more for a parameter."""
+        """Records that the backward has nothing more for a parameter."""
         self._waiting.discard(name)
 
     def are_ready(self, names: Collection[str]) -> bool:
-        """Whether none of them is waited for.
+        """True if the backward has nothing more for any of these parameters.
 
         Args:
-            names: of one message, the same object until they are ready.
+            names: parameters of one message, the same object until they are ready.
         """
         if names is not self._names:
             self._names, self._rest = names, iter(names)

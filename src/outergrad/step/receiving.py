@@ -1,4 +1,4 @@
-"""From the messages of a step to `param.grad`."""
+"""The receiving side of a step: from its messages to `param.grad`."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ Sent = Sequence[tuple[Bucket, Pending]]
 """Messages under way, in the order in which all sites started them."""
 Gradients = dict[str, Tensor]
 AskAgain = Callable[[int, int, int], bytes]
-"""Asks a site for a message of a place in the step, of so many bytes, once more."""
+"""Requests a message once more: of a site, at a place in the step, of a size in bytes."""
 BUFFERS_PLACE = -1
-"""In place of the number of a bucket."""
+"""Place of the buffer message; other places are indices of buckets."""
 _ASKS = 3
-"""How often a message that was damaged is asked for again."""
+"""Number of times that a damaged message is requested again."""
 
 
 class Receiver:
-    """Takes in the messages of one step, one by one, and writes the mean gradients.
+    """Receives the messages of one step, in order, and writes the mean gradients.
 
     Args:
         planner: learns which units have gradients besides their factors.
-        context: of the step.
+        context: context of the step.
 
     Attributes:
-        error: what was raised on this site.
+        error: exception on this site.
         wait_s: seconds that this site waited.
         written: parameters of messages that were written.
-        ask_again: of a step that nobody may refuse: what is damaged is asked for again.
+        ask_again: requests damaged messages again, in a step that nobody may refuse.
     """
 
     def __init__(self, planner: Planner, context: StepContext) -> None:
@@ -62,13 +62,13 @@ class Receiver:
 
     @property
     def may_count(self) -> bool:
-        """Whether nothing was said or found that speaks against the step, or needs more."""
+        """True if nothing was said or found against the step, and it needs no more messages."""
         good = self.state == State.GOOD and self._context.state == State.GOOD
         return good and not (self._has_autograd_grad or self._lacks)
 
     @property
     def place(self) -> str:
-        """What this site waits for, in words."""
+        """Description of what this site waits for."""
         if isinstance(self._awaited, str):
             return self._awaited
         others = len(self._awaited.params) - 1
@@ -81,25 +81,25 @@ class Receiver:
         self._awaited = place
 
     def awaits(self, bucket: Bucket) -> None:
-        """It waits for a message."""
+        """Sets the message that this site waits for."""
         self._awaited = bucket
 
     def _first(self, bucket: Bucket) -> str:
         return next(name for name in self._context.params if name in bucket.params)
 
     def fail(self, error: Exception) -> None:
-        """Something raised on this site, which goes through all messages nonetheless."""
+        """Records an exception on this site, which goes through all messages nonetheless."""
         self.error, self._context.state = error, State.FAILED
 
     @property
     def waits_s(self) -> float:
-        """For how long this site has been waiting for what it waits for now."""
+        """Seconds since the current wait of this site began; 0 outside of waits."""
         since = self._waits_since
         return 0.0 if since is None else time.perf_counter() - since
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Counts the time inside."""
+        """Counts the time inside this context as waiting."""
         began = self._waits_since = time.perf_counter()
         try:
             yield
@@ -108,21 +108,22 @@ class Receiver:
             self.wait_s += time.perf_counter() - began
 
     def start_second_rounds(self, sent: Sent) -> None:
-        """In the order of the messages; those of one round have none."""
+        """Starts the second rounds of messages that have one, in the order of the messages."""
         for bucket, pending in (pair for pair in sent if pair[1].rounds > 1):
             with self._awaiting(bucket):
                 try:
                     pending.advance()
                 except ExchangeError:
                     raise
-                except Exception as error:  # the others wait for what can no more be made
+                except Exception as error:  # the others wait for a message that can't be made
                     raise ExchangeError(str(error), kind=Failure.LOCAL) from error
 
     def receive(self, sent: Sent, ballot: Ballot) -> tuple[Bucket, Result] | None:
-        """Takes in all messages; writes what they bring, if all is good, but for the last one.
+        """Receives all messages; writes all but the last one, if all are good.
 
         Returns:
-            The last one, to be written behind the vote, if there is something to be written.
+            The last message, to be written after the vote is cast; None if nothing is left to
+            write.
         """
         state, last = self._context.state, None
         for place, (bucket, pending) in enumerate(sent):
@@ -147,7 +148,7 @@ class Receiver:
     # -- parameters that no site has a gradient for, though some had announced one ----------------
 
     def _lacked_by_all(self, ballot: Ballot) -> list[str]:
-        """Exchanges which those are: sites that did not announce a parameter lack it, too."""
+        """Exchanges lacking parameters; returns those that each site lacks or did not announce."""
         context = self._context
         own, lacking = list(context.params), context.lacking()
         words = bit_words([name in lacking for name in own])
@@ -170,7 +171,7 @@ class Receiver:
 
     @torch.no_grad()
     def _leave_out(self, names: Sequence[str]) -> None:
-        """Leaves no gradient, as autograd would; but what compressors had owed is one."""
+        """Drops these gradients, as autograd would leave none; residuals that were sent stay."""
         params = self._context.params
         nothing = [n for n in names if (g := params[n].grad) is None or not bool(g.any())]
         param_grad.drop(params[name] for name in nothing)
@@ -179,7 +180,7 @@ class Receiver:
     # -- messages, one by one --------------------------------------------------------------------
 
     def receive_buffers(self, buffers: BufferMessage, ballot: Ballot) -> None:
-        """Takes in running statistics, which are written once the step counts."""
+        """Receives running statistics, which are written once the step counts."""
         self.place = "the buffers"
         try:
             gathered, receive = buffers.gathered, buffers.receive
@@ -188,11 +189,11 @@ class Receiver:
             ballot.refuse(error, buffers.first)
 
     def _sound(self, read: Callable[[], T], gathered: Gathered | None, place: int) -> T:
-        """What messages say; one that is damaged is asked for again, if the others may go on.
+        """Reads messages; requests a damaged one again if the others may go on without this site.
 
         Raises:
             RefusedError: it is damaged, and the step counts nowhere.
-            ExchangeError: it stays so, and the step may count elsewhere.
+            ExchangeError: it stays damaged, and the step may count elsewhere.
         """
         for _ in range(_ASKS if gathered is not None and self.ask_again is not None else 0):
             try:
@@ -211,7 +212,6 @@ class Receiver:
             raise ExchangeError(str(error), (error.site,)) from error
 
     def _result(self, bucket: Bucket, pending: Pending, ballot: Ballot, place: int) -> Result:
-        """What a message brings; nothing that may be applied, if it is refused."""
         result = Result(state=State.FAILED)
         with self._awaiting(bucket):
             try:
@@ -230,7 +230,7 @@ class Receiver:
 
     @contextmanager
     def _awaiting(self, bucket: Bucket) -> Iterator[None]:
-        """Waits for a message; books the time on its parameters, but for what is computed."""
+        """Books the time inside on a message's parameters, without that of computations."""
         self.awaits(bucket)
         context = self._context
         began, computed_s = time.perf_counter(), context.computed_s
@@ -247,7 +247,7 @@ class Receiver:
     # -- into `param.grad` ----------------------------------------------------------------------
 
     def write(self, bucket: Bucket, result: Result) -> None:
-        """Writes what one message brought."""
+        """Writes the result of one message."""
         params = self._context.params
         means, additions = self.effects(bucket, result)
         if self._context.reading is not None:
@@ -261,7 +261,7 @@ class Receiver:
         self.written |= bucket.params
 
     def effects(self, bucket: Bucket, result: Result) -> tuple[Mapping[str, Tensor], Gradients]:
-        """What replaces `param.grad`, and what is added to it."""
+        """Returns the gradients that replace `param.grad`, and those that are added to it."""
         used, params = self._context.used, self._context.params
         means = only(result.means, used)
         additions = dict(only(result.additions, used))
@@ -278,7 +278,7 @@ class Receiver:
         formed: bool = True,
         not_yet: Collection[str] = (),
     ) -> None:
-        """Before `param.grad` is overwritten: what is formed is this site's own gradient."""
+        """Records gradients before `param.grad`, this site's own if `formed`, is overwritten."""
         for name in not_yet:
             reading.leave_out(name)
         for name, mean in means.items():
@@ -287,7 +287,7 @@ class Receiver:
             reading.mean(name, own, mean)
 
     def _share_autograd_grad(self) -> None:
-        """All-reduces what autograd had for parameters whose factors were also sent."""
+        """All-reduces autograd's gradients of parameters whose factors were also sent."""
         if not self._has_autograd_grad:
             return
         self._planner.note_autograd_grad(list(self._has_autograd_grad), self._context.headers)
@@ -299,7 +299,7 @@ class Receiver:
 
 
 def only(gradients: Mapping[str, Tensor], used: Set[str]) -> Mapping[str, Tensor]:
-    """Those of some parameters."""
+    """Returns the gradients of the used parameters."""
     if gradients.keys() <= used:
         return gradients
     return {name: g for name, g in gradients.items() if name in used}

@@ -1,4 +1,4 @@
-"""A step like the one before it, all of whose gradients are summed: nothing is planned anew."""
+"""A step like the one before it, with all gradients all-reduced, that needs no new plan."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from outergrad.step.step import SharedStep
 from outergrad.step.turns import Turns
 
 _NEITHER = (combined(()), combined(()))
-"""In place of the digests of buffers and of mean deltas, which a `SharedStep` may have."""
+"""Stand for the digests of buffers and of mean deltas, which a `SharedStep` may have."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """What steps have in common that are alike, and of which all gradients are summed.
+    """Common parts of steps that are alike, and in which all gradients are all-reduced.
 
     Attributes:
-        known: the headers that they go by, the same object as long as these are foreseen.
-        lengths: of their messages, by which sites take turns.
+        known: predicted headers of all sites, the same object while these are predicted.
+        lengths: key of the message lengths, for the message sequence.
         choice: how the units travel.
-        buckets: the messages.
-        context: of the step that it was taken from; the next ones have it, too.
+        buckets: dense buckets of all parameters.
+        context: context of the step that the pattern was taken from, used by the next ones, too.
         own: this site's header of that step.
-        used: parameters that a backward leaves a gradient in.
-        place: of each of them, the number of its message.
-        counts: how many of them each message has.
-        subjects: what votes can be about.
-        rests: whether no layer had been captured that might still come.
+        used: parameters in which a backward leaves a gradient.
+        place: index of each parameter's message.
+        counts: number of used parameters in each message.
+        subjects: parameters and buffers that votes can name.
+        rests: whether no layer had anything new to announce.
         lending: for each message, how its sums become gradients.
     """
 
@@ -69,11 +69,11 @@ class Pattern:
 
     @staticmethod
     def of(step: SharedStep, known: Sequence[Header], *, rests: bool) -> Pattern | None:
-        """What the next step may have in common with one that was applied; None if nothing.
+        """Returns the pattern of a step that was applied; None if the next one cannot repeat it.
 
         Args:
-            step: that one.
-            known: the headers that it went by.
+            step: the step.
+            known: headers that it had.
             rests: as the attribute.
         """
         context, buckets, choice = step.context, step.buckets, step.choice
@@ -100,7 +100,7 @@ class Pattern:
 
 
 def _is_plain(step: SharedStep, known: Sequence[Header]) -> bool:
-    """Whether nothing but gradients travelled, by headers that may be the next ones."""
+    """True if nothing but gradients travelled, by headers that may be the next ones."""
     context = step.context
     if not step.needs_no_votes or step.task == NO_TASK or context.owes() or step.lengths is None:
         return False
@@ -112,29 +112,29 @@ def _is_plain(step: SharedStep, known: Sequence[Header]) -> bool:
 
 
 class RepeatedStep:
-    """A shared step of a pattern: its messages are those that a `SharedStep` would send.
+    """A synchronised step of a pattern, with the messages that a `SharedStep` would send.
 
-    It writes nothing before they have told that all sites are in the same step. Where something
-    speaks against it, a `SharedStep` takes over what was sent.
+    It writes nothing before they show that all sites are in the same step. If anything speaks
+    against it, a `SharedStep` takes over what was sent.
 
     Args:
-        pattern: of the last step.
-        task: the backward that it belongs to.
-        number: of synchronised steps before it.
-        pact: what this site promises the others.
-        votes: of the session, on the steps before.
-        turns: of the transport.
+        pattern: pattern of the last step.
+        task: backward that it belongs to.
+        number: number of synchronised steps before it.
+        pact: commit participant of this site.
+        votes: deferred votes of the session, on the steps before.
+        turns: message sequence of the transport.
 
     Attributes:
-        context: as of a `SharedStep`.
-        headers: of all sites, as they were foreseen.
-        since: what the transport had counted before it.
-        began: when, by the monotonic clock.
-        ready: parameters that the backward has nothing more for.
+        context: as in `SharedStep`.
+        headers: predicted headers of all sites.
+        since: counters of the transport before the step.
+        began: start of the step, by the monotonic clock.
+        ready: parameters for which the backward has nothing more.
         sent: messages under way, in their order.
-        awaited: the one that it waits for; None before the first.
-        drift: what is wrong with what sites have applied before, if that was found out.
-        error: with which it failed, if it did.
+        awaited: message that it waits for; None before the first.
+        drift: error that sites have applied different results before, if that was found.
+        error: exception with which it failed, if any.
         wait_s: seconds that this site waited.
     """
 
@@ -176,19 +176,19 @@ class RepeatedStep:
 
     @property
     def waits_s(self) -> float:
-        """For how long this site has been waiting for what it waits for now."""
+        """Seconds since the current wait of this site began; 0 outside of waits."""
         since = self._waits_since
         return 0.0 if since is None else time.perf_counter() - since
 
     @property
     def used(self) -> frozenset[str]:
-        """Parameters that its backward leaves a gradient in."""
+        """Parameters in which its backward leaves a gradient."""
         return self._pattern.used
 
     def on_ready(self, name: str) -> None:
         """Starts messages in their order, as far as they are ready, but for the last.
 
-        What makes that impossible comes again at the end, as an `error`.
+        An exchange that fails here is kept as `error`, for the end of the step.
         """
         self.ready.append(name)
         left, k = self._left, self._pattern.place[name]
@@ -208,7 +208,7 @@ class RepeatedStep:
         self.sent.append((bucket, bucket.start(self.context)))
 
     def succeeds(self) -> bool:
-        """Goes through all messages, and makes the gradients the mean, if nothing is against it."""
+        """Goes through all messages and makes the gradients the mean; False if that fails."""
         had_grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # as torch.no_grad(), in one call
         try:
@@ -217,7 +217,7 @@ class RepeatedStep:
                 return True
         except ExchangeError as error:
             self.error = error
-        except Exception:  # it comes again, where the others hear of it
+        except Exception:  # it is raised again in a `SharedStep`, which tells the others
             pass
         finally:
             torch._C._set_grad_enabled(had_grad)
@@ -244,15 +244,15 @@ class RepeatedStep:
         return True
 
     def _prepare(self) -> Ballot:
-        """What needs none of the messages: there is time while these travel."""
+        """Does all that needs none of the messages, while these travel."""
         context = self.context
-        int(self._votes.digest)  # of the steps before
+        int(self._votes.digest)  # computes the digest of the steps before
         for lending, (_, pending) in zip(self._pattern.lending, self.sent, strict=True):
             lending.prepare(context.params, only(pending.sums, context.used))
         return Ballot(context.comm, context.header, self._pattern.subjects)
 
     def _received(self) -> list[SupportsInt] | None:
-        """Digests of the messages, all of which but the last are written; None if one is bad."""
+        """Returns the messages' digests, with all but the last written; None if one is bad."""
         digests: list[SupportsInt] = []
         for bucket, pending in self.sent:
             result = self._awaited(bucket, pending)
@@ -273,13 +273,13 @@ class RepeatedStep:
             self._waits_since = None
 
     def stats(self, step: int) -> Stats:
-        """What this site did; as of a `SharedStep`."""
+        """Returns the statistics of this site, as `SharedStep.stats` does."""
         return self.since.stats(step, wait_s=self.wait_s, layers=self.context.layers)
 
-    # -- for sites that lack it -----------------------------------------------------------------
+    # -- for sites that lack the step -----------------------------------------------------------
 
     def brought(self) -> Brought | None:
-        """What came of it, again; None if a gradient that was lent has been changed."""
+        """Returns the result once more; None if a gradient that is a bucket view was changed."""
         means: dict[str, Tensor] = {}
         for _, pending in self.sent:
             part = pending.brought_again()
@@ -289,4 +289,4 @@ class RepeatedStep:
         return Brought(True, means)
 
     def message_to(self, site: int, place: int) -> None:
-        """Nothing: sums cannot be sent again."""
+        """Returns None, because sums cannot be sent again."""

@@ -1,4 +1,4 @@
-"""Whether somebody else wrote to a gradient."""
+"""Gradient write guard: detects writes of others to a gradient."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.utils.weak import TensorWeakRef
 
 
 class Seals:
-    """How the gradients of some parameters were left.
+    """Gradients as they were left in some parameters.
 
     Args:
-        params: by name.
+        params: the parameters, by name.
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
@@ -22,25 +22,25 @@ class Seals:
         self._altered: list[Tensor] = []
 
     def seal(self, names: Collection[str]) -> None:
-        """These gradients are left as they are now."""
+        """Records these gradients as they are now."""
         for name in names:
             gradient = self.params[name].grad
             assert gradient is not None
             self._seals[name] = TensorWeakRef(gradient), gradient._version, _sums(gradient)
 
     def hold(self, names: Collection[str]) -> bool:
-        """Whether these gradients are as they were left, as far as can be told at once."""
+        """True if these gradients are as recorded, as far as can be told without waiting."""
         return all(self._is_as_left(name) for name in names)
 
     def intact(self) -> bool:
-        """Whether all gradients are as they were left; waits for the device."""
+        """True if all gradients are as recorded; waits for the device."""
         return self.hold(self.params) and not any(map(bool, self._altered))
 
     def _is_as_left(self, name: str) -> bool:
-        """Whether it is the same tensor, in the same version.
+        """True if the gradient is the same tensor, in the same version.
 
-        That does not count what is written through `.data`, by numpy or by
-        `GradScaler.unscale_`, so its sums are compared, too, without waiting for the device.
+        The version does not count writes through `.data`, by numpy or by `GradScaler.unscale_`. So
+        sums are compared, too, without waiting for the device.
         """
         gradient, seal = self.params[name].grad, self._seals.get(name)
         if gradient is None or seal is None:
@@ -54,6 +54,6 @@ class Seals:
 
 @torch.no_grad()
 def _sums(gradient: Tensor) -> Tensor:
-    """Numbers that change with a gradient: its sum, and its norm for when that is zero."""
+    """Returns numbers that change with a gradient: its sum, and its norm in case that is zero."""
     dtype = torch.promote_types(gradient.dtype, torch.float32)
     return torch.stack([gradient.sum(dtype=dtype), torch.linalg.vector_norm(gradient, dtype=dtype)])

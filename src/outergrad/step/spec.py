@@ -1,4 +1,4 @@
-"""What one shared step is about: everything that `SharedStep` needs, with defaults."""
+"""Inputs of one synchronised step: everything that `SharedStep` needs, with defaults."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from outergrad.step.transforming import Transforming, refuse_leftover
 
 
 class Begun(Protocol):
-    """What was begun of a step.
+    """A step that was begun in another way, and that a `SharedStep` takes over.
 
     Attributes:
-        context: of its messages.
-        headers: of all sites, as they were foreseen.
-        since: what the transport had counted before it.
-        began: when, by the monotonic clock.
-        ready: parameters that its backward has nothing more for.
+        context: context of its messages.
+        headers: predicted headers of all sites.
+        since: counters of the transport before the step.
+        began: start of the step, by the monotonic clock.
+        ready: parameters for which its backward has nothing more.
         sent: its messages that are under way.
-        awaited: the one that it waits for; None before the first.
-        drift: what is wrong with what sites have applied before, if that was found out.
-        error: with which it failed, if it did.
+        awaited: message that it waits for; None before the first.
+        drift: error that sites have applied different results before, if that was found.
+        error: exception with which it failed, if any.
     """
 
     context: StepContext
@@ -54,26 +54,26 @@ class Begun(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StepSpec:
-    """What one shared step is about; by default without a backward, blocks and buffers.
+    """Inputs of one synchronised step; by default without a backward, blocks and buffers.
 
     Attributes:
-        model: what is shared.
+        model: model, or part of one, that is shared.
         planner: turns the headers of all sites into messages.
         comm: the transport.
-        header: what this site announces.
-        task: the backward that the step belongs to; NO_TASK without one.
-        used: parameters that this site's backward leaves a gradient in.
+        header: this site's header.
+        task: backward that the step belongs to; NO_TASK without one.
+        used: parameters in which this site's backward leaves a gradient.
         carried_over: rows of earlier passes.
-        blocks: what is computed again.
-        joint: the deltas that are averaged; None where there are none.
+        blocks: blocks that are computed again.
+        joint: deltas that are averaged; None if there are none.
         reading: measures the gradients, if the step is recorded.
-        buffers: what becomes of running statistics.
+        buffers: buffers that are synchronised.
         skips_bad: whether the step is skipped if a gradient is not finite.
         transform: changes this site's gradient before it is sent.
         leftover: name of a parameter with a gradient that is none of this step's.
-        pact: what this site promises the others on their board; None where there is none.
-        votes: of the session, on the step before.
-        before: what was begun of the step in another way, and goes on; None where nothing was.
+        pact: commit participant of this site; None if there is no board.
+        votes: deferred votes of the session, on the steps before.
+        before: step that was begun in another way and goes on; None if there is none.
     """
 
     model: Model
@@ -95,21 +95,21 @@ class StepSpec:
     before: Begun | None = None
 
     def captured(self) -> Captured:
-        """What the backward will capture, begun with the rows of earlier passes."""
+        """Returns a store for the factors of the backward, begun with rows of earlier passes."""
         return Captured(self.model, self.used, self.blocks, carried_over=self.carried_over)
 
     def transforming(self, captured: Captured) -> Transforming | None:
-        """The transform at work; None where there is none."""
+        """Returns the transform for this step; None if there is none."""
         if self.transform is None:
             return None
         return Transforming(self.transform, captured, self.leftover)
 
     def refuse_leftover(self) -> None:
-        """Raises where the transform would change a gradient that is none of this step's."""
+        """Raises if the transform would change a gradient that is none of this step's."""
         refuse_leftover(self.leftover, self.transform)
 
     def context(self, captured: Captured) -> StepContext:
-        """What the messages of the step need to know."""
+        """Returns the context of the step's messages."""
         if self.reading is not None:
             self.reading.uses_of = captured.uses
         return StepContext(

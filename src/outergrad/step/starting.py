@@ -1,4 +1,4 @@
-"""The messages of a step: what they are, and when they start."""
+"""The plan of a step's messages, and their start."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from outergrad.step.transforming import Transforming
 
 
 class StartingStep(LateStep):
-    """The part of a shared step that plans its messages and starts them in their order.
+    """Part of a synchronised step that plans its messages and starts them in their order.
 
     Attributes:
-        captured: the products of this backward.
+        captured: factors that this backward captured.
         choice: how every unit travels; None before there is a plan.
-        lengths: of its messages, by which sites take turns; None where others' may come between.
+        lengths: key of the message lengths, for the message sequence; None if messages of others
+            may come between.
     """
 
     captured: Captured
@@ -47,8 +48,8 @@ class StartingStep(LateStep):
 
         What starts depends on the place in the program alone, never on timing: collectives of
         others on the same group may come between, in the same places on every site. The last
-        message waits for the end of backward: a site that raises can always still say so. All
-        wait for it where a transform has to see all layers.
+        message waits for the end of backward, so that a site that raises can always still say so.
+        All messages wait for it if a transform has to see all layers.
         """
         self._readiness.note(name)
         if self._holds_back:
@@ -63,19 +64,18 @@ class StartingStep(LateStep):
             self._start()
 
     def agreed(self) -> Sequence[Header]:
-        """The headers of all sites, once they have come."""
+        """Returns the headers of all sites, once they have come."""
         if self.choice is None:
             self._adopt()
         return self.context.headers
 
     def _announce(self, header: Header) -> None:
-        """Starts the exchange of headers."""
         words = self._comm.control(header.words())
         self.context.header = header
         self._announced = self._comm.all_gather(words, [len(words)] * self._comm.world_size)
 
     def _adopt(self) -> None:
-        """Takes the plan from the headers of all sites."""
+        """Makes the plan from the headers of all sites."""
         with self._receiver.waiting():
             words = [part.tolist() for part in self._announced.wait()]
         ours = self.context.header
@@ -96,7 +96,7 @@ class StartingStep(LateStep):
             self._take_turn(self._buffers)
 
     def _take_turn(self, buffers: BufferMessage) -> None:
-        """Posts the receives of this step, and of the next as if it were like this one."""
+        """Posts the receives of this step, and of the next one as if it were like this one."""
         context, own = self.context, (self.context.header.fingerprint, buffers.sizes)
         self.lengths = *own, [bucket.lengths(context) for bucket in self._buckets]
         ahead = *own, [bucket.lengths_ahead(context) for bucket in self._buckets]
@@ -107,16 +107,16 @@ class StartingStep(LateStep):
                 expect = bucket.expect if expected_turn == turn else bucket.expect_ahead
                 expect(context, expected_turn)
             buffers.expect(expected_turn)
-        if self._votes.are_due or not self._is_late:  # votes follow what comes in this turn
+        if self._votes.are_due or not self._is_late:  # votes come behind the messages of this turn
             self._ballot.expect(turn)
 
     def _with_receives(self) -> Iterator[Bucket]:
-        """Messages whose receives are posted: no sums behind one of which they are not.
+        """Yields the buckets whose receives are posted: no sums behind one that has none posted.
 
-        A sum takes the first receive that is posted for sums of its turn. So sketches of two
-        rounds would take that of the gradients behind them, which are in messages of their own
-        where they have other dtypes or are too large to go along. These lose no time: the second
-        round is waited for behind them, and takes as many delays.
+        A sum takes the first receive that is posted for sums of its turn. So sketches of two rounds
+        would take that of the gradients behind them, which are in messages of their own where they
+        have other dtypes or are too large to go along. These lose no time: the second round is
+        waited for behind them, and takes as many delays.
         """
         all_expected = True
         for bucket in self._buckets:
@@ -125,13 +125,12 @@ class StartingStep(LateStep):
             all_expected = all_expected and bucket.is_expected
 
     def _start(self) -> None:
-        """Starts the next message."""
         bucket = self._buckets[len(self._sent)]
         if len(self._sent) == len(self._buckets) - 1:
             self._sends_last()
         try:
             self._send(bucket)
-        except OverwrittenError as error:  # it goes without a gradient, and the vote says why
+        except OverwrittenError as error:  # sent without a gradient; the vote says why
             self._ballot.note_overwritten(error.param)
             self.context.state = State.FAILED
             self._send(bucket)
@@ -146,13 +145,13 @@ class StartingStep(LateStep):
             self._sent.append((bucket, bucket.start(self.context)))
 
     def _start_all(self) -> None:
-        """Starts what is left; if that raises here, the others must hear of it."""
+        """Starts the remaining messages; if that raises here, the others must hear of it."""
         try:
             self._start_rest()
         except ExchangeError:
             raise
         except Exception as error:
-            if self.choice is None:  # without a plan, which is the same on all sites
+            if self.choice is None:  # no site has a plan
                 raise
             self._receiver.fail(error)
             self._start_rest()

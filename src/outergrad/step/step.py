@@ -1,4 +1,4 @@
-"""A backward that is shared: collect, start the messages in order, finish."""
+"""A synchronised backward: collect, start the messages in order, finish."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from outergrad.step.starting import StartingStep
 class SharedStep(StartingStep):
     """A backward whose gradients become the mean over the sites.
 
-    The plan follows from the headers of all sites. They are exchanged first, or, where the last
-    two steps had the same, taken to be the same again; a site whose batch is different then says
-    so in every message, all sites throw the messages away and start again with new headers.
+    The plan follows from the headers of all sites. They are exchanged first or, if the last two
+    steps had the same ones, predicted. A site whose batch differs from the prediction then says so
+    in every message, and all sites discard the messages and start again with new headers.
 
     Once it has begun, a site goes through all messages of the step, even if its own backward
-    raised: so the sites never get out of step with each other.
+    raised. So the sites never get out of step with each other.
     """
 
     def __init__(self, spec: StepSpec) -> None:
@@ -76,7 +76,7 @@ class SharedStep(StartingStep):
         return [header.of_step(spec.header.step) for header in spec.before.headers]
 
     def _go_on(self, before: Begun) -> None:
-        """What was begun of the step stays as it is."""
+        """Takes over a step that was begun in another way, with its state."""
         self._sent, self.drift, self._lost_by = list(before.sent), before.drift, before.error
         self._since, self.context.layers = before.since, before.context.layers
         self._began = before.began
@@ -89,21 +89,21 @@ class SharedStep(StartingStep):
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """Its messages, once there is a plan."""
+        """Messages of the step, once there is a plan."""
         return self._buckets
 
     @property
     def place(self) -> str:
-        """What this site waits for, in words."""
+        """Description of what this site waits for."""
         return self._receiver.place
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """What its choice is about."""
+        """Units that its choice is about."""
         return self._model.units
 
     def on_joint(self, point: Point, delta: Tensor) -> Tensor:
-        """The mean over the sites of a delta below a shared part."""
+        """Returns the mean over the sites of a delta below a shared part."""
         self.agreed()
         own = scaled(delta, self.context.scale)
         try:
@@ -111,23 +111,23 @@ class SharedStep(StartingStep):
                 return self._joint.mean(point, own)
         except RefusedError as error:
             self._ballot.refuse(error, MEAN_DELTAS)
-            return own  # backward goes on to the vote, with what nobody will apply
+            return own  # backward goes on to the vote; nobody applies this
 
     @property
     def applied(self) -> bool:
-        """Whether it counts: all sites say so."""
+        """True if the step counts: all sites say so."""
         return self.decision is not None and self.decision.good
 
     @property
     def voted(self) -> bool:
-        """Whether this site has said that it may count, and the others may have heard it."""
+        """True if this site has sent a good vote, which the others may have received."""
         return self._ballot.is_good
 
     def finish(self) -> None:
-        """Waits for all messages, writes the gradients, each as it comes, and votes.
+        """Waits for all messages, writes each gradient as it comes, and votes.
 
         Raises:
-            StepDiscardedError: on all sites: `param.grad` is None.
+            StepDiscardedError: on all sites; `param.grad` is None then.
         """
         if self._lost_by is not None:
             raise self._lost_by
@@ -143,7 +143,7 @@ class SharedStep(StartingStep):
             raise decision.error(self.subjects, self.context.blocks) from self._ballot.cause
 
     def send(self) -> None:
-        """Starts all messages of which the gradients are there; `finish` takes in what they bring.
+        """Starts all messages whose gradients are there; `finish` receives their results.
 
         A step without a backward may call it itself, and compute while they travel.
         """
@@ -152,7 +152,7 @@ class SharedStep(StartingStep):
         self._is_sent = True
 
     def settle(self, decision: Decision) -> None:
-        """The step is over; if it does not count, no gradient is left, nor what was before it."""
+        """Ends the step; if it does not count, gradients are dropped, earlier ones included."""
         self.decision = decision
         if self._buffers is not None:
             self._buffers.finish(write=decision.good)
@@ -165,17 +165,17 @@ class SharedStep(StartingStep):
             param_grad.drop(self._model.params[name] for name in self.context.used)
 
     def stats(self, step: int) -> Stats:
-        """What this site did.
+        """Returns the statistics of this site.
 
         Args:
-            step: synchronised steps so far, this one too.
+            step: number of synchronised steps so far, including this one.
         """
         layers, wait_s = self.context.layers, self._receiver.wait_s
         seconds = {"compress_s": layers.compress_s, "replay_s": layers.replay_s, "wait_s": wait_s}
         return self._since.stats(step, **seconds, layers=layers)
 
     def abandon(self, changed: str | None = None) -> None:
-        """Ends a step whose backward raised here, or whose model changed, with the other sites.
+        """Ends, with the other sites, a step whose backward raised here or whose model changed.
 
         The last message has not gone yet, so all of them see the failure.
         """
@@ -197,10 +197,10 @@ class SharedStep(StartingStep):
             self._comm.take_turn(0)
 
     def _gone_through(self) -> Decision:
-        """Starts what is left, takes in all messages and votes.
+        """Starts the remaining messages, receives all and votes.
 
-        A site whose messages all were good votes so even if other sites say that they failed:
-        these vote, too.
+        A site whose messages were all good votes so even if other sites say that they failed: these
+        vote, too.
         """
         if not self._is_sent:
             self.send()
@@ -216,7 +216,7 @@ class SharedStep(StartingStep):
         return self._voted_on(last)
 
     def _start_again(self) -> None:
-        """Makes a plan for what the sites really have; what was settled stays in `param.grad`."""
+        """Plans for what the sites really have; what was settled stays in `param.grad`."""
         self._planner.header_cache.was_wrong()
         self._planner.commit(applied=False)
         header = self.captured.unsettled(self.context.header)

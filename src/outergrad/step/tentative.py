@@ -1,4 +1,4 @@
-"""What error feedback keeps of gradients that the loop may still throw away."""
+"""Residuals of gradients that the loop may still throw away."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from outergrad.core.types import Place
 
 @dataclass(frozen=True)
 class _Left:
-    """A gradient that a step left, and the parameter as it was then.
+    """A gradient that a step left, and the state of its parameter then.
 
     Attributes:
-        grad: the gradient, as long as somebody has it.
-        changes: its count of changes.
-        weights: the parameter's count of changes, and where its values were.
+        grad: weak reference to the gradient.
+        changes: version of the gradient.
+        weights: version and data pointer of the parameter.
     """
 
     grad: ref[Tensor]
@@ -32,14 +32,14 @@ class _Left:
     weights: tuple[int, int]
 
     def is_there(self, p: Tensor) -> bool:
-        """Whether the parameter still has it; a gradient that was set to zero is gone."""
+        """True if the parameter still has it; a gradient that was set to zero is gone."""
         grad = p.grad
         if grad is None or not self.is_object_of(p):
             return False
         return grad._version == self.changes or bool(grad.any())
 
     def is_object_of(self, p: Tensor) -> bool:
-        """Whether the gradient of the parameter is the same tensor, changed in place or not."""
+        """True if `param.grad` is the same tensor, changed in place or not."""
         return p.grad is self.grad()
 
 
@@ -50,20 +50,20 @@ def _weights(p: Tensor) -> tuple[int, int]:
 class Tentative:
     """Takes back what a compressor remembers of gradients that no step of an optimizer used.
 
-    What was not sent of a gradient is sent later, because what was sent of it was applied. Where
-    the loop drops the gradient instead (an attack on inputs, another model's loss that goes through
-    this one), what was not sent before it holds again. A gradient counts as thrown away if, when
+    Error feedback sends later what was not sent of a gradient, because the sent part was applied.
+    If the loop drops the gradient instead (an attack on inputs, another model's loss that goes
+    through this one), the residual of before holds again. A gradient counts as thrown away if, when
     the next backward begins, `param.grad` has it no more, the weights are as they were, and an
-    optimizer holds the parameter but has made no step. Where none of torch.optim holds it, nobody
-    can know, and it counts.
+    optimizer holds the parameter but has made no step. If no optimizer of torch.optim holds it,
+    nobody can know, and it counts as used.
 
-    Each site goes by its own loop, and takes back nothing but what it has not sent itself. So
-    sites need not agree: plans and messages do not depend on it.
+    Each site goes by its own loop, and takes back nothing but what it has not sent itself. So sites
+    need not agree: plans and messages do not depend on it.
 
     Args:
-        params: of the model, by name.
-        compressors: of its units.
-        site: this one, for messages.
+        params: parameters of the model, by name.
+        compressors: compressors of its units.
+        site: returns the rank of this site, for messages.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class Tentative:
         self._params, self._compressors, self._site = params, compressors, site
         self._left: dict[str, _Left] = {}
         self._optimized: set[str] = set()
-        """Parameters that an optimizer holds; once it has stepped, or was looked for."""
+        """Parameters that an optimizer holds, known once it has stepped or was searched for."""
         self._taken_back: set[str] = set()
-        """Parameters of which something was taken back since they were last optimized."""
+        """Parameters with residuals taken back since they were last optimized."""
         self._looked = self._warned = False
 
     @cached_property
     def _places(self) -> dict[str, list[Place]]:
-        """Of the parameters of which something may be remembered."""
+        """Places of the parameters for which something may be remembered."""
         found: dict[str, list[Place]] = {}
         for compressor, units in self._compressors.items():
             for unit in units:
@@ -88,10 +88,10 @@ class Tentative:
                         found.setdefault(slot.weight, []).append(slot.place)
         return found
 
-    # -- what a session tells -------------------------------------------------------------------
+    # -- called by a session --------------------------------------------------------------------
 
     def left(self, used: Collection[str]) -> None:
-        """A backward has left gradients in these parameters, in a step that counts."""
+        """Records the gradients that a backward left in these parameters, in a step that counts."""
         if not self._places:
             return
         here = []
@@ -103,15 +103,15 @@ class Tentative:
         self._hold(here)
 
     def nothing_left(self) -> None:
-        """A step that counts had no backward here: what it left is used."""
+        """Records a step that counts without a backward here; all residuals count as used."""
         self._hold(())
 
     def used(self, names: Iterable[str]) -> None:
-        """The gradients of these were used."""
+        """Records that the gradients of these parameters were used."""
         self._settle([name for name in names if name in self._left], used=True)
 
     def applied_by(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to apply the gradients of its parameters."""
+        """Records that an optimizer is about to apply the gradients of its parameters."""
         if not self._left and not self._taken_back:
             return
         own = held(optimizer)
@@ -123,7 +123,7 @@ class Tentative:
         self.used(names)
 
     def begin(self) -> None:
-        """A backward begins: takes back what was thrown away since the last one."""
+        """Begins a backward: takes back what was thrown away since the last one."""
         gone, same = [], []
         for name, left in list(self._left.items()):
             p = self._params[name]
@@ -131,7 +131,7 @@ class Tentative:
                 self._settle([name], used=True)
             else:
                 (same if left.is_there(p) else gone).append(name)
-        if same and not self._any_gradient():  # zeroed past the counts of changes (`grad.data`)
+        if same and not self._any_gradient():  # zeroed past their versions (`grad.data`)
             gone += same
         if gone:
             optimized = self._are_optimized(gone)
@@ -140,13 +140,13 @@ class Tentative:
             self._taken_back |= optimized
 
     def forget(self) -> None:
-        """All that is remembered now counts."""
+        """Lets all that is remembered now count as used."""
         self.used(list(self._left))
 
     # -------------------------------------------------------------------------------------------
 
     def _any_gradient(self) -> bool:
-        """Whether the loop has a gradient that is not zero; ends with the first."""
+        """True if some parameter has a gradient that is not zero; ends with the first."""
         grads = (p.grad for p in self._params.values())
         return any(bool(g.any()) for g in grads if g is not None and g.layout == torch.strided)
 
@@ -165,16 +165,16 @@ class Tentative:
             store.decide(places, used=used)
 
     def _are_optimized(self, names: Collection[str]) -> set[str]:
-        """Those that an optimizer holds, which may not have made its first step yet."""
+        """Returns the parameters that an optimizer holds, even if it has not stepped yet."""
         unknown = set(names) - self._optimized
         if unknown and not self._looked:
-            self._looked = True  # through all objects of the process
+            self._looked = True  # goes through all objects of the process
             found = held_by_any({id(self._params[name]): name for name in self._params})
             self._optimized |= found
         return set(names) & self._optimized
 
     def _warn_of_own_gradients(self, names: Collection[str]) -> None:
-        """Where gradients of several backward passes are combined by hand, they were all used."""
+        """Warns if gradients of several passes, combined by hand, were mistaken for unused."""
         left, params = self._left, self._params
         others = [n for n in names if n in left and not left[n].is_object_of(params[n])]
         if not others or self._warned:

@@ -1,4 +1,4 @@
-"""A transform at work in one step: what was captured is changed before any of it is sent."""
+"""A gradient transform in one step: what was captured is changed before any of it is sent."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Transforming:
     """Changes this site's own gradient, each part of it once, also if the step starts again.
 
     Args:
-        transform: the user's.
-        captured: by the backward; what the transform returns takes its place.
+        transform: the user's transform.
+        captured: factors of the backward; the transform's output replaces them.
         leftover: name of a parameter that had a gradient before, which is none of this step's.
     """
 
@@ -42,8 +42,8 @@ class Transforming:
         """Changes what belongs to these parameters, unless that was done before in this step.
 
         Raises:
-            RuntimeError: what there is cannot be told apart, or is not of this step alone.
-            ValueError: what the transform returned is not as agreed.
+            RuntimeError: samples cannot be told apart, or a gradient is not of this step alone.
+            ValueError: the transform returned something else than agreed.
         """
         due = [u for u in self._waiting if self.holds_back or not set(u.params).isdisjoint(names)]
         if not due:
@@ -57,11 +57,11 @@ class Transforming:
             self._take(found)
 
     def drop_unused(self, used: Collection[str]) -> None:
-        """The step counts: what no site has a gradient of is left without one."""
+        """Drops gradients that it made for parameters that no site uses."""
         for name in self._made.difference(used):
             self._params[name].grad = None
 
-    # -- what the transform is given --------------------------------------------------------------
+    # -- input of the transform -------------------------------------------------------------------
 
     def _given(self, units: Sequence[Unit]) -> SiteGradient:
         params = {name: self._params[name] for unit in units for name in unit.params}
@@ -77,7 +77,7 @@ class Transforming:
         return SiteGradient(rows, formed, params, samples)
 
     def _in_rows(self, unit: Unit) -> bool:
-        """Whether rows are all that there is of a unit; otherwise all of it is formed now.
+        """True if rows are the whole gradient of a unit; otherwise all of it is formed now.
 
         Raises:
             RuntimeError: the samples in it are to be told apart.
@@ -98,7 +98,7 @@ class Transforming:
         return False
 
     def _rows(self, slot: Slot) -> tuple[SampleRows, int]:
-        """Of all uses, and how many samples they are of."""
+        """Returns the rows of all uses, and the number of their samples."""
         if not self._transform.needs_samples:
             return SampleRows(self._captured.rows(slot)), 0
         uses = list(self._sampled(slot))
@@ -121,7 +121,7 @@ class Transforming:
                 )
             yield use
 
-    # -- what it returned -------------------------------------------------------------------------
+    # -- output of the transform ------------------------------------------------------------------
 
     def _take(self, found: SiteGradient) -> None:
         for slot, part in found.rows.items():
@@ -139,7 +139,7 @@ class Transforming:
 def leftover(
     transform: GradientTransform | None, params: Mapping[str, Tensor], unshared: Collection[str]
 ) -> str:
-    """A parameter with a gradient that a transform must not see: of an earlier shared step."""
+    """Name of a parameter with a gradient of an earlier shared step; empty if there is none."""
     if transform is None:
         return ""
     return next((n for n, p in params.items() if p.grad is not None and n not in unshared), "")
@@ -160,7 +160,7 @@ def refuse_leftover(name: str, transform: GradientTransform | None) -> None:
 
 
 def check_transformed(transform: Any, given: SiteGradient, found: Any) -> None:
-    """Checks what a transform returned.
+    """Checks the return value of a transform.
 
     Raises:
         ValueError: it has other slots, rows, names or shapes than it may have.
@@ -204,7 +204,6 @@ def _gradient(p: Tensor) -> Tensor:
 
 
 def _stacked(parts: Sequence[SampleRows], slot: Slot) -> SampleRows:
-    """Rows behind each other."""
     d_GNO = torch.cat([part.factors.d_GRO for part in parts], dim=1)
     a = torch.cat([part.factors.a_GRI for part in parts], dim=0 if slot.lookup else 1)
     samples = [part.samples_N for part in parts if part.samples_N is not None]
@@ -217,7 +216,7 @@ def _first(factors: Factors, slot: Slot, rows: int) -> Factors:
 
 
 def _as_sent(factors: Factors, slot: Slot) -> Factors:
-    """As rules give them: ids are distinct."""
+    """Returns factors as the rules of layers do, with distinct ids."""
     if not slot.lookup:
         return factors
     ids_R, d_RO = coalesce(factors.a_GRI, factors.d_GRO[0])

@@ -1,7 +1,7 @@
-"""When more sites take part: all that train agree on the step before which they do.
+"""Join barrier: all sites in training agree on the step before which new sites join.
 
-Each says how many steps it has made, and begins no step but the next until all have said so. The
-most that any has made, and one, is where they turn: nobody has begun more.
+Each site reports how many steps it has made, and begins none but the next until all have reported.
+The new sites join after one step more than the greatest count: no site has begun more.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _POLL_S = 0.02
 
 
 class Turning:
-    """The part of a pact that is about sites that come.
+    """Part of a commit participant that is about sites that join.
 
     Attributes:
-        opens: opens the transport of those that go on, once that is agreed.
-        coming: names of the sites that are going to take part, too.
+        opens: opens the transport of the sites that go on, once that is agreed.
+        coming: names of the sites that are going to join.
     """
 
     made: int
@@ -41,11 +41,11 @@ class Turning:
 
     @property
     def goes_on(self) -> GoesOn | None:
-        """Which sites go on without the others, or with more, if any do."""
+        """Sites that go on without the others, or with more; None if none do."""
         return None if self._outcome is None else self._outcome.goes_on
 
     def _begin_to_go_on(self, comm: Comm) -> None:
-        """At once, also while the loop computes: the others wait."""
+        """Begins at once, also while the loop computes, because the others wait."""
         if (found := self.goes_on) is not None:
             self.opens = comm.go_on(found.sites, found.coming)
 
@@ -54,10 +54,10 @@ class Turning:
             raise ExchangeError("the other sites gave up", kind=Failure.CLOSED)
 
     def pauses(self) -> int:
-        """This site makes the next step, but no more until it is told when others come.
+        """Pauses after the next step until the join step is agreed.
 
         Returns:
-            How many it had made then.
+            Number of steps made at the first call.
         """
         with self._lock:
             if self._pauses_at is None:
@@ -65,12 +65,12 @@ class Turning:
             return self._pauses_at - 1
 
     def turns(self, made: int, coming: Sequence[str]) -> None:
-        """When so many steps are made, these take part, too."""
+        """Sets the join step: these sites join after `made` steps."""
         with self._lock:
             self._turns_at, self.coming = made, tuple(coming)
 
     def is_turn(self, comm: Comm) -> bool:
-        """Whether no step must begin before others take part; waits until that is known.
+        """True if no step must begin before other sites join; waits until that is known.
 
         Raises:
             ExchangeError: it does not become known: a site is gone, or late.
@@ -78,7 +78,7 @@ class Turning:
         board, until = comm.board, time.monotonic() + comm.patience_s
         while self._is_paused and board is not None:
             gone = list(filter(board.is_gone, range(comm.world_size)))
-            if gone and board.slot(GOING_ON) is None:  # else they have turned
+            if gone and board.slot(GOING_ON) is None:  # else they have gone on with the new sites
                 raise ExchangeError(Failure.CLOSED.value, gone, kind=Failure.CLOSED)
             if time.monotonic() > until:
                 told = "the sites do not agree on when others take part"
@@ -93,7 +93,7 @@ class Turning:
             return unknown and self.made >= (self._pauses_at or 0) and not self.frozen
 
     def turn(self, comm: Comm) -> None:
-        """Goes on with more sites: all have made the same steps.
+        """Goes on with more sites, once all have made the same steps.
 
         Raises:
             ExchangeError: it cannot, or the others go on in another way.

@@ -1,11 +1,10 @@
-"""Turns: sequence numbers of steps, by which receives are posted a step ahead.
+"""Message sequence: sequence numbers of steps ("turns"), to post receives a step ahead.
 
 A transport may send nothing before it has heard that the other side receives. So while a step is
-under way, the receives of the next one are posted, as if its messages had the same lengths, or
-those that a method which sends this and that in turns will have. A receive cannot be cancelled:
-therefore the messages of each step are told apart by its turn. All sites count turns alike, from
-what they have agreed on. A step whose messages have other lengths leaves out the turn that was
-expected.
+under way, the receives of the next one are posted. They assume messages of the same lengths, or
+those that a method with alternating payloads will have. A receive cannot be cancelled: therefore
+the messages of each step are told apart by its turn. All sites count turns alike, from what they
+have agreed on. A step whose messages have other lengths skips the expected turn.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MOST_TURNS = 1 << 27
-"""Later steps have none, since no turn may come twice; their receives are not posted ahead."""
+"""Turns in all, as none may come twice; receives of later steps are not posted ahead."""
 
 _PER_STEP = 64
-"""After how many turns that were left out one more equal step must come before it looks ahead."""
+"""Skipped turns per additional equal step that must come before receives are posted ahead."""
 
 
 class Turns:
     """Counts the turns of the steps on one transport.
 
-    Receives that were posted for a turn that is left out stay with the transport for ever. So the
-    more there are of these, the more equal steps must come before it looks ahead again: of T steps
-    at most about 8 sqrt(T) leave a turn out.
+    Receives that were posted for a skipped turn stay with the transport for ever. So the more there
+    are, the more equal steps must come before receives are posted ahead again: of T steps at most
+    about 8 sqrt(T) skip a turn.
     """
 
     def __init__(self) -> None:
@@ -34,11 +33,11 @@ class Turns:
         self._is_ahead = False
 
     def begin(self, lengths: object, ahead: object = None) -> tuple[int, Sequence[int]]:
-        """A step begins whose messages do not mix with those of other sessions.
+        """Begins a step whose messages do not mix with those of other sessions.
 
         Args:
-            lengths: what the lengths of all its messages follow from, the same on all sites.
-            ahead: what those of the next step are expected to follow from; None for the same.
+            lengths: key of the lengths of all its messages, the same on all sites.
+            ahead: expected key of the next step; None for the same one.
 
         Returns:
             The turn of the step, 0 if none are left, and the turns whose receives are to be posted

@@ -1,4 +1,4 @@
-"""A backward, or a part of one, of which nothing is sent."""
+"""A backward, or a part of one, that sends nothing."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class UnsyncedStep:
     """A backward under `no_sync`, on a single site, or of parameters that are not due.
 
     Args:
-        task: of the backward.
-        captured: keeps what it captures.
-        sink: is told each parameter that the backward has nothing more for: `captured.settle`
+        task: id of the backward's graph task.
+        captured: keeps the factors that it captures.
+        sink: is given each parameter for which the backward has nothing more: `captured.settle`
             puts its gradient where autograd would.
         at_end: is called once the backward has succeeded.
     """
@@ -36,13 +36,13 @@ class UnsyncedStep:
         self._sink, self._at_end = sink, at_end
 
     def on_ready(self, name: str) -> None:
-        """The backward has nothing more for a parameter."""
+        """Reports that the backward has nothing more for a parameter."""
         self._sink(name)
 
     def on_joint(self, point: Point, delta: Tensor) -> Tensor:
-        """This site's own delta."""
+        """Returns this site's own delta."""
         return delta
 
     def finish(self) -> None:
-        """The backward has succeeded."""
+        """Ends a backward that has succeeded."""
         self._at_end()

@@ -1,4 +1,4 @@
-"""A thread that looks whether other sites need something of this one, also while it computes."""
+"""A thread that serves other sites' requests to this one, also while it computes."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from outergrad.step.pact import Pact, is_in_trouble
 
 POLL_S = 0.25
 _SOON_S = 0.02
-"""While another site waits for an answer that is not whole."""
+"""Seconds between polls while another site waits for an answer that is incomplete."""
 _DIGITS, _MOST_APART = 20, 3
-"""Of a number of steps; sites are one step apart at most, and may have said theirs one ago."""
+"""Limits of a reported step count: digits, and steps apart from this site's. Sites are one step
+apart at most, and may have reported one step ago."""
 _ENDS_S = 3.0
-"""Whoever ends it waits no longer: the store may hang."""
+"""Seconds to wait for the thread to end: the store may hang."""
 
 
 class Watcher:
-    """Of one transport, for all sessions on it; it ends when none of them is left.
+    """Watcher of one transport, for all sessions on it; it ends when none of them is left.
 
     Args:
-        comm: of the first session; it has a board.
-        pact: what this site knows.
-        ends: how far each session is, which changes.
+        comm: transport of the first session; it has a board.
+        pact: commit participant of this site.
+        ends: last step of each session, updated by these.
     """
 
     def __init__(self, comm: Comm, pact: Pact, ends: dict[int, LastStep]) -> None:
@@ -49,7 +50,7 @@ class Watcher:
         self._thread.start()
 
     def takes(self, comm: Comm) -> bool:
-        """Whether it answers for one more session: not if it has come to its end."""
+        """Adds a session's transport; returns False if the watcher has come to its end."""
         if self._process != os.getpid():
             return False
         with self._lock:
@@ -58,12 +59,12 @@ class Watcher:
             return not self._over
 
     def end(self) -> None:
-        """Waits until it has ended."""
+        """Stops the thread, and waits until it has ended."""
         if self._halt() and self._thread is not threading.current_thread():
             self._thread.join(_ENDS_S)
 
     def _halt(self) -> bool:
-        """Asks it to end, if it is of this process: in a forked one its locks may be taken."""
+        """Stops the thread if it is of this process: in a forked one its locks may be taken."""
         is_own = self._process == os.getpid()
         if is_own:
             self._stop.set()
@@ -102,7 +103,7 @@ class Watcher:
         self._hear_of_coming(slots)
 
     def _tell(self, made: int) -> None:
-        """Says that this site has made so many steps."""
+        """Publishes that this site has made `made` steps, with their digests if still known."""
         comm = next(iter(self._comms), None)
         digests = None if comm is None else self._pact.digests_of_all(comm)
         if digests is None or digests.made != made:
@@ -112,9 +113,9 @@ class Watcher:
         self._unread = digests
 
     def _hear_of_coming(self, slots: Board) -> None:
-        """Others wait to be taken in: all sites agree on the step before which they are.
+        """Agrees with all sites on the step before which waiting sites join.
 
-        Each says how many steps it has made, and makes one more at most until all have said so.
+        Each site reports its step count, and makes one more step at most until all have reported.
         """
         comm = next(iter(self._comms), None)
         if comm is None or comm.min_sites is None or len(self._comms) > 1 or self._pact.coming:
@@ -130,7 +131,7 @@ class Watcher:
             self._pact.turns(max(numbers) + 1, slots.first(COME, waiting).split())
 
     def _read(self, slots: Board) -> None:
-        """Reads what the others have told, too: they may be gone when this site settles."""
+        """Reads the others' digests now, because they may be gone at this site's final barrier."""
         digests = self._unread
         if digests is None:
             return
@@ -160,7 +161,7 @@ class Watcher:
 
 
 def _number(said: str | None, made: int) -> int | None:
-    """How many steps a site says it has made; None where it cannot have made so many."""
+    """Parses a step count that a site reports; None if it is impossible."""
     is_number = said is not None and said.isdecimal() and len(said) < _DIGITS
     number = int(said) if said is not None and is_number else None
     return number if number is not None and abs(number - made) <= _MOST_APART else None
@@ -174,7 +175,7 @@ _WATCHERS: WeakSet[Watcher] = WeakSet()
 
 
 def _end_all() -> None:
-    """A thread must not be inside PyTorch while the interpreter goes."""
+    """Ends all watchers: no thread may be inside PyTorch while the interpreter goes."""
     for watcher in list(_WATCHERS):
         watcher.end()
 

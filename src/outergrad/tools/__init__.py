@@ -1,1 +1,1 @@
-"""What a user of the library runs: plan, doctor, watch, report."""
+"""Command-line tools of the library: plan, doctor, watch, report, hub and site."""

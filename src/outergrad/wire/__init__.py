@@ -1,8 +1,8 @@
-"""Codecs: rows of activations and deltas in fewer bytes on the wire, at a loss that is asked for.
+"""Codecs: lossy encodings of rows of activations and deltas, for fewer bytes on the wire.
 
-Every exchange of factors takes `wire=`: one codec or a sequence of them, of which each encodes the
-values that the one before it left, as in `wire=(TopK(0.1), Int8())`. Without any, rows travel as
-they are.
+Every exchange of factors takes `wire=`: one codec or a sequence of them. In a sequence, each codec
+encodes the values that the one before it left, as in `wire=(TopK(0.1), Int8())`. Without a codec,
+rows are sent unchanged.
 """
 
 from outergrad.wire.codecs import BF16, Codec, Int8, Plain, TopK

@@ -1,4 +1,4 @@
-"""Codecs that write rows in two to four bits a number."""
+"""Codecs that encode rows in two to four bits per number."""
 
 from __future__ import annotations
 
@@ -17,39 +17,40 @@ from outergrad.wire.codecs import Plain
 __all__ = ["Int2", "Int3", "Int4"]
 
 _GROUP = 64
-"""Numbers that share a step, where they have few bits each."""
+"""Numbers that share a step."""
 _EIGHT = 8
-"""Numbers of b bits fill b bytes."""
+"""Numbers that are packed together: eight numbers of b bits fill b bytes."""
 
 
 class FewBits:
-    """Numbers of b bits: -2^(b-1) ... 2^(b-1) - 1 times a step in bfloat16 per group of 64.
+    """Encodes numbers in b bits: -2^(b-1) ... 2^(b-1) - 1 times a bfloat16 step per group of 64.
 
-    A step has the sign that puts the largest magnitude of its group at the longer end of these
-    multiples: all 2^b of them are used, zero is one, and a row and its negative are alike. Numbers
-    are first rounded to multiples of two steps, one that clips nothing and one that clips what is
-    above `clip` of the largest; the step with which either multiples err least (least squares, in
-    closed form) is sent, and numbers are rounded to multiples of that, within their range. A group
-    with a number that is not finite comes out as NaN.
+    A step has the sign that puts the largest magnitude of its group at the negative end, the longer
+    one, of this range. So all 2^b multiples are used, one of them is zero, and a row and its
+    negative encode alike. Numbers are first rounded to multiples of two steps: one that clips
+    nothing, and one that clips magnitudes above `clip` times the largest. For each of the two sets
+    of multiples, the step with the least squared error follows in closed form. The better one of
+    these steps is sent, and numbers are rounded to multiples of it, within the range. A group with
+    a non-finite number is decoded as NaN.
     """
 
     rounds_to: ClassVar[torch.dtype | None] = None
     picks: ClassVar[bool] = False
     group: ClassVar[int] = _GROUP
-    """Numbers of a row that are written as they would be as a row of their own."""
+    """Length of the parts of a row that are encoded like rows of their own."""
     bits: ClassVar[int]
     clip: ClassVar[float]
-    """Of the largest magnitude of a group: where it is clipped at first."""
+    """Clipping level of the second trial step, as a fraction of a group's largest magnitude."""
 
     def tensors(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Plain]:
-        """The multiples, packed, and a step per group; no group goes over the end of a row."""
+        """Returns the packed multiples, and a step per group; no group spans two rows."""
         *rows, width = shape
         packed = self.bits * math.ceil(width / _EIGHT)
         steps = math.ceil(width / _GROUP)
         return [Plain((*rows, packed), torch.uint8), Plain((*rows, steps), torch.bfloat16)]
 
     def encode(self, rows: Tensor) -> list[Tensor]:
-        """Rounds to nearest, within the clipping level."""
+        """Rounds to the nearest multiple in the range."""
         half, width = self._half, rows.shape[-1]
         x = _grouped(rows.float())
         steps = self._steps(x)
@@ -59,7 +60,7 @@ class FewBits:
         return [self._packed(codes.contiguous()), steps[..., 0]]
 
     def decode(self, written: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
-        """In float32."""
+        """Returns the rows in float32."""
         packed, steps = written
         multiples = _grouped(self._unpacked(packed)[..., : shape[-1]])
         return (multiples * steps.float()[..., None]).flatten(-2)[..., : shape[-1]]
@@ -69,7 +70,7 @@ class FewBits:
         return 1 << (self.bits - 1)
 
     def _steps(self, x: Tensor) -> Tensor:
-        """Of each group, (..., groups, 1), in bfloat16."""
+        """Returns the step of each group, (..., groups, 1), in bfloat16."""
         first = _largest(x) / -self._half
         y = x / torch.where(first == 0, math.inf, first)
         whole, factor = self._fit(y, y.round())
@@ -79,10 +80,10 @@ class FewBits:
         return (first * factor).clamp_(-most, most).to(torch.bfloat16)
 
     def _fit(self, y: Tensor, multiples: Tensor) -> tuple[Tensor, Tensor]:
-        """How well the multiples of a step fit, and how many such steps errs least.
+        """Returns how well multiples fit numbers, and the factor on the step that errs least.
 
-        With multiples q of numbers y the squared error of s q is least for s = y q / q q, which
-        takes (y q)^2 / q q off that of zeros.
+        With multiples q of numbers y, the squared error of s q is least for s = y q / q q. It is
+        then (y q)^2 / q q less than that of zeros, whose root (with the sign of s) is the fit.
         """
         multiples.clamp_(-self._half, self._half - 1)
         norms = torch.linalg.vector_norm(multiples, dim=-1, keepdim=True)
@@ -90,9 +91,9 @@ class FewBits:
         return fits, fits / norms
 
     def _packed(self, codes: Tensor) -> Tensor:
-        """Eight numbers, a byte each, in `bits` bytes, the first in the lowest bits.
+        """Packs eight numbers, a byte each, into `bits` bytes, the first in the lowest bits.
 
-        Neighbours move together until eight of them are one piece: all of a word at once.
+        Adjacent pairs are joined until eight numbers are contiguous, for a 64-bit word at a time.
         """
         words = codes.view(torch.int64) & _in_all((1 << self.bits) - 1, _EIGHT)
         for lane, held in self._lanes():
@@ -101,7 +102,6 @@ class FewBits:
         return words.view(torch.uint8).unflatten(-1, (-1, _EIGHT))[..., : self.bits].flatten(-2)
 
     def _unpacked(self, packed: Tensor) -> Tensor:
-        """The other way round, in int8."""
         bytes_8 = pad(packed.unflatten(-1, (-1, self.bits)), (0, _EIGHT - self.bits))
         words = bytes_8.contiguous().view(torch.int64).flatten(-2)
         for lane, held in reversed(self._lanes()):
@@ -111,19 +111,19 @@ class FewBits:
         return words.view(torch.int8).sub_(self._half)
 
     def _lanes(self) -> list[tuple[int, int]]:
-        """Bits of the lanes of a word whose neighbours are joined, and of what each holds."""
+        """Returns, for each joining of pairs of lanes, a lane's width and its used bits."""
         return [(_EIGHT << k, self.bits << k) for k in range(3)]
 
 
 @cache
 def _in_all(value: int, lane: int) -> int:
-    """A word of 64 bits with the value in all of its lanes, as a signed integer."""
+    """Returns a 64-bit word with the value in all of its lanes, as a signed integer."""
     word = sum(value << start for start in range(0, 64, lane))
     return word - (word >> 63 << 64)
 
 
 def _largest(x: Tensor) -> Tensor:
-    """The number of largest magnitude of each group, (..., groups, 1); NaN if there is one."""
+    """Returns each group's number of largest magnitude, (..., groups, 1); NaN if not finite."""
     most, least = x.amax(dim=-1, keepdim=True), x.amin(dim=-1, keepdim=True)
     is_positive = torch.where(most == -least, x[..., :1] >= 0, most > -least)
     largest = torch.where(is_positive, most, least)
@@ -131,36 +131,35 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def _grouped(rows: Tensor) -> Tensor:
-    """(..., R, W) as (..., R, groups, 64), with zeros behind."""
+    """Reshapes (..., R, W) to (..., R, groups, 64), padded with zeros."""
     missing = -rows.shape[-1] % _GROUP
     return (pad(rows, (0, missing)) if missing else rows).unflatten(-1, (-1, _GROUP))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Int4(FewBits):
-    """Numbers in four bits each, with a step per 64: 7.5 times fewer bytes than float32.
+    """Encodes numbers in four bits, with a step per 64 numbers: 7.5 times fewer bytes than float32.
 
-    The error of normally distributed rows is 9 % of their norm (`benchmarks/encode.py`): meant for
-    methods with error feedback.
+    The error of normally distributed rows is 9 % of their norm (`benchmarks/encode.py`). Choose
+    it for methods with error feedback.
     """
 
     bits: ClassVar[int] = 4
     clip: ClassVar[float] = 0.9
 
     def _packed(self, codes: Tensor) -> Tensor:
-        """The same bytes in half of the passes: a byte holds two neighbours."""
+        """Packs into the same bytes in half of the passes: a byte holds two adjacent numbers."""
         lower, upper = codes.view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
         return (lower & 15).bitwise_or_(upper << 4)
 
     def _unpacked(self, packed: Tensor) -> Tensor:
-        """See `_packed`."""
         codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
         return codes.bitwise_xor_(self._half).view(torch.int8).sub_(self._half)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Int3(FewBits):
-    """As `Int4` in three bits: 9.8 times fewer bytes than float32, an error of 18 %."""
+    """Like `Int4` in three bits: 9.8 times fewer bytes than float32, an error of 18 %."""
 
     bits: ClassVar[int] = 3
     clip: ClassVar[float] = 0.85
@@ -168,7 +167,7 @@ class Int3(FewBits):
 
 @dataclass(frozen=True, kw_only=True)
 class Int2(FewBits):
-    """As `Int4` in two bits: 14 times fewer bytes than float32, an error of 36 %."""
+    """Like `Int4` in two bits: 14 times fewer bytes than float32, an error of 36 %."""
 
     bits: ClassVar[int] = 2
     clip: ClassVar[float] = 0.7

@@ -1,10 +1,10 @@
-"""Recurrent layers: all steps in time are one product with each weight of a direction.
+"""Recurrent layers: one product per weight of a direction, for all time steps together.
 
-PyTorch's own kernel computes the hidden states. Those before every step are then as good as an
-input, the gates of all steps follow at once, and only deltas are found step by step.
+PyTorch's own kernel computes the hidden states. The states before every step are then known like an
+input, so the gates of all steps are computed at once, and only deltas are computed step by step.
 
-Letters: N rows of all steps, B sequences, T steps, H hidden width, M gates times H, P width of the
-hidden state (H, or less where it is projected).
+Letters: N rows of all steps, B sequences, T steps, H hidden width, M number of gates times H, P
+width of the hidden state (H, or less with a projection).
 """
 
 from outergrad.layers.recurrent.gru import gru

@@ -1,4 +1,4 @@
-"""One direction of one layer of a recurrent module: its states, its products, its taps."""
+"""One direction of one layer of a recurrent module: states, products and taps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outergrad.layers.recurrent._steps import Steps
 from outergrad.layers.recurrent._walk import Known
 
 PARTS = ("ih", "hh", "hr")
-"""The weights of a direction: of the input, of the hidden state, and of its projection."""
+"""Names of a direction's weights: of the input, of the hidden state, and of its projection."""
 
 _KERNELS: dict[str, Any] = {
     "RNN_TANH": torch.rnn_tanh,
@@ -31,9 +31,9 @@ class Direction:
 
     Args:
         module: the module.
-        tap: its tap.
-        place: which of the module's directions this is, those of the first layer first.
-        steps: where the rows of each step stand.
+        tap: the module's tap.
+        place: index of the direction in the module, counted from the first layer.
+        steps: positions of the rows of each time step.
     """
 
     def __init__(self, module: nn.RNNBase, tap: TapFn, place: int, steps: Steps) -> None:
@@ -43,30 +43,30 @@ class Direction:
         self.w_PH = self._params[-1] if module.proj_size else None
 
     def product(self, x_NI: Tensor, part: str) -> Tensor:
-        """Of one weight with all rows at once, and its bias: (N, M)."""
+        """Returns the product of one weight with all rows, plus its bias: (N, M)."""
         at = PARTS.index(part)
         return F.linear(x_NI, self._params[at], self._params[at + 2] if self.module.bias else None)
 
     def gates(self, x_NI: Tensor) -> Tensor:
-        """The product of the input, and both biases: (N, M)."""
+        """Returns the product of the input, plus both biases: (N, M)."""
         bias = self._params[2] + self._params[3] if self.module.bias else None
         return F.linear(x_NI, self._params[0], bias)
 
     def tap(self, y_NO: Tensor, a_NI: Tensor, part: str) -> Tensor:
-        """What has the delta of a product, through the tap of its weight."""
+        """Passes a tensor with the delta of a product through the tap of the product's weight."""
         slot = self.place * len(parts_of(self.module)) + PARTS.index(part)
         samples = None if self._steps.packed else self._steps.batch
         return self._tap(y_NO, a_NI, slot, samples=samples, positions_first=True)
 
     @torch.no_grad()
     def known(self, x_NI: Tensor, first: States) -> Known:
-        """The states after every row, by PyTorch's own kernel, and those before."""
+        """Computes the states after every row with PyTorch's kernel, and looks up those before."""
         h, *last = self._run(x_NI, first, self._params)
         before_NP = self._steps.before(torch.cat([first[0], h.flatten(0, -2)]))
         return Known(h, tuple(last), before_NP, self._params[1], self._steps, self.again)
 
     def again(self, x_NI: Tensor, *first: Tensor) -> list[Tensor]:
-        """The same states, with a graph to the parameters, too."""
+        """Computes the states again, with a graph that also leads to the parameters."""
         return self._run(x_NI, first, self.module.all_weights[self.place])
 
     def _run(self, x_NI: Tensor, first: States, params: Sequence[Tensor]) -> list[Tensor]:
@@ -85,10 +85,10 @@ class Direction:
 
 
 def parts_of(module: nn.RNNBase) -> tuple[str, ...]:
-    """The weights that a direction has."""
+    """Returns the names of the weights that each direction of a module has."""
     return PARTS if module.proj_size else PARTS[:2]
 
 
 def _without_cudnn(x: Tensor) -> AbstractContextManager[None]:
-    """It warns of weights that are not the whole module's, and rounds products to TF32."""
+    # cuDNN warns if it is given only some weights of a module, and rounds products to TF32.
     return torch.backends.cudnn.flags(enabled=False) if x.is_cuda else nullcontext()

@@ -1,4 +1,4 @@
-"""The forms in which recurrent layers take sequences and states: as rows, and back."""
+"""Conversion of a recurrent layer's sequences and states to rows, and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ States = tuple[Tensor, ...]
 
 
 class Opened(NamedTuple):
-    """The input as rows, (N, I), where their steps stand, and the first states."""
+    """The input as rows, (N, I), the positions of their time steps, and the initial states."""
 
     x_NI: Tensor
     steps: Steps
@@ -23,7 +23,7 @@ class Opened(NamedTuple):
 
 
 def opened(module: nn.RNNBase, input: Sequences, hx: Any) -> Opened:
-    """Rows from what the module accepts.
+    """Converts the module's arguments to rows and initial states.
 
     Raises:
         ValueError: the input has another dtype or number of dimensions.
@@ -45,7 +45,7 @@ def opened(module: nn.RNNBase, input: Sequences, hx: Any) -> Opened:
 def closed(
     module: nn.RNNBase, input: Sequences, y_NP: Tensor, steps: Steps, states: States
 ) -> tuple[Any, Any]:
-    """The output and the last states, in the form in which the input came."""
+    """Returns the output and the final states, in the form of the input."""
     if isinstance(input, PackedSequence):
         hidden = module.permute_hidden(_hidden(module, states), input.unsorted_indices)
         return input._replace(data=y_NP), hidden
@@ -81,19 +81,17 @@ def _check_dimensions(module: nn.RNNBase, x: Tensor, states: States) -> None:
 
 
 def _states(hx: Any) -> States:
-    """One or two, however the module calls them; none for None."""
     if hx is None:
         return ()
     return (hx,) if isinstance(hx, Tensor) else tuple(hx)
 
 
 def _hidden(module: nn.RNNBase, states: States) -> Any:
-    """As the module itself takes and returns them."""
+    """Returns the states in the form that the module takes and returns."""
     return states if isinstance(module, nn.LSTM) else states[0]
 
 
 def _zeros(module: nn.RNNBase, x: Tensor, batch: int) -> States:
-    """What a layer begins with that was given no states."""
     directions = module.num_layers * (2 if module.bidirectional else 1)
     widths = [module.proj_size or module.hidden_size, module.hidden_size]
     used = widths if isinstance(module, nn.LSTM) else widths[:1]

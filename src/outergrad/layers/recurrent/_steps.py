@@ -1,8 +1,8 @@
-"""Sequences as rows, one step in time after the other, as `PackedSequence` has them.
+"""Sequences as rows, ordered by time step, as in a `PackedSequence`.
 
-A batch of equally long sequences is the case in which every step has as many rows. In a packed
-one, longest sequence first, steps become shorter: a step's rows continue the first rows of the
-step before.
+In a batch of equally long sequences every step has the same number of rows. In a packed batch,
+longest sequence first, steps become shorter: a step's rows continue the first rows of the step
+before.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Step(NamedTuple):
-    """One step's part of some rows, and of some tables of states after and before the step."""
+    """One time step's part of row tensors, and of tables of states after and before the step."""
 
     rows: tuple[Tensor, ...]
     after: tuple[Tensor, ...]
@@ -24,14 +24,14 @@ class Step(NamedTuple):
 
 
 class Steps:
-    """Where the rows of each step stand. Letters: B sequences, N rows of all steps.
+    """Positions of the rows of each time step. Letters: B sequences, N rows of all steps.
 
-    States are kept in tables of B + N rows: the first ones, then those after every step.
+    States are stored in tables of B + N rows: the initial states, then those after every step.
 
     Attributes:
-        sizes: the rows of each step.
-        batch: B, those of the first.
-        packed: whether they came as a `PackedSequence`.
+        sizes: number of rows of each step.
+        batch: B, the number of rows of the first step.
+        packed: True if the input was a `PackedSequence`.
     """
 
     def __init__(
@@ -42,29 +42,29 @@ class Steps:
 
     @cached_property
     def sizes_tensor(self) -> Tensor:
-        """The same as a tensor on the CPU, which is where PyTorch wants them."""
+        """`sizes` as a tensor on the CPU, as PyTorch's kernels require."""
         return torch.tensor(self.sizes, dtype=torch.int64)
 
     @cached_property
     def last_rows(self) -> Tensor:
-        """Where in a table the last state of every sequence stands."""
+        """Row indices in a table of the final state of every sequence."""
         place = self._start[self._lengths - 1] + torch.arange(self.batch)
         return (self.batch + place).to(self._device)
 
     @cached_property
     def reversed_rows(self) -> Tensor:
-        """The rows with every sequence turned round: steps of the same sizes."""
+        """Row indices that reverse every sequence in time; the step sizes stay the same."""
         step_N = self._lengths[self._place_of_row] - 1 - self._step_of_row
         return (self._start[step_N] + self._place_of_row).to(self._device)
 
     def before(self, table: Tensor) -> Tensor:
-        """The state that each row begins its step with, (N, H)."""
+        """Returns the state before each row's step, (N, H)."""
         if self._ragged:
             return table.index_select(0, self._before_rows)
         return table[: sum(self.sizes)]
 
     def split(self, rows: Sequence[Tensor], tables: Sequence[Tensor]) -> list[Step]:
-        """Views of each step's part, the first step first."""
+        """Returns views of each step's part, in the order of time."""
         rows_T = zip(*(t.split(self.sizes) for t in rows), strict=True)
         first, *after_T = zip(*(t.split([self.batch, *self.sizes]) for t in tables), strict=True)
         before_T = [first, *after_T[:-1]]
@@ -96,7 +96,7 @@ class Steps:
 
 
 class TurnedRound(torch.autograd.Function):
-    """Rows in another order, `index` being its own inverse: so is its gradient, without sums."""
+    """Reorders rows by an index that is its own inverse, so backward only reorders, too."""
 
     @staticmethod
     def forward(ctx: Any, rows_N: Tensor, index_N: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
-"""What the ways back through the steps of a recurrent layer have in common.
+"""Shared parts of the backward passes through the time steps of recurrent layers.
 
-All states are known, so the factor by which each row multiplies its delta is known for all steps
-at once (here: its slope). What is left step by step is one product,
-`d_before += d_gates W_hh`, and a few elementwise ones.
+All states are known, so the local derivative of each row (here: its slope) is computed for all
+steps at once. Per step there remain one product, `d_before += d_gates W_hh`, and a few elementwise
+ones.
 
-Large temporary tensors cost more than what is computed in them, so slopes are written where the
-gates were: in what the taps return, whose values nobody reads.
+Allocating large temporary tensors costs more than computing in them. So slopes are written into
+the memory of the gates, which are the outputs of the taps: nobody reads their values.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from outergrad.layers.recurrent._steps import Steps
 from outergrad.linalg.gradients import vjp
 
 WalkBack = Callable[..., Sequence[Tensor]]
-"""From steps, saved tensors and the deltas of h and of the last states."""
+"""Computes the deltas of the inputs from steps, saved tensors, and deltas of h and last states."""
 
 
 class Known(NamedTuple):
-    """What PyTorch's kernel has computed for one direction.
+    """States of one direction, computed by PyTorch's kernel.
 
     Attributes:
         h: the hidden state after every row, (N, P) or (T, B, P).
-        last: per sequence the last hidden state, (B, P), and the last cell state, (B, H).
-        before_NP: the hidden state that every row begins with.
+        last: per sequence the final hidden state, (B, P), and the final cell state, (B, H).
+        before_NP: the hidden state before every row's step.
         w_MP: the weight of the hidden state.
-        steps: where the rows of each step stand.
-        again: computes h and last from the rows and the first states, with a graph.
+        steps: positions of the rows of each time step.
+        again: computes h and last from the rows and the initial states, with a graph.
     """
 
     h: Tensor
@@ -44,57 +44,56 @@ class Known(NamedTuple):
 
 
 def wide(t: Tensor) -> Tensor:
-    """Without the graph, in float32 at least: the same memory if that is its dtype."""
+    """Returns t detached, in float32 at least; shares t's memory if the dtype stays the same."""
     return t.detach().to(torch.promote_types(t.dtype, torch.float32))
 
 
 def hidden_weight(known: Known, gates: Tensor) -> Tensor:
-    """(M, P), rounded as the products of the gates are under autocast."""
+    """Returns the hidden state's weight, (M, P), rounded to the gates' dtype under autocast."""
     return wide(known.w_MP.to(gates.dtype))
 
 
 def times_sigmoid_slope(t: Tensor, s: Tensor, out: Tensor) -> Tensor:
-    """`t s (1 - s)` of `s = sigmoid(x)`, in one pass."""
+    """Writes `t s (1 - s)` for `s = sigmoid(x)` to out, in one pass."""
     return torch.ops.aten.sigmoid_backward(t, s, grad_input=out)
 
 
 def times_tanh_slope(t: Tensor, y: Tensor, out: Tensor) -> Tensor:
-    """`t (1 - y y)` of `y = tanh(x)`, in one pass."""
+    """Writes `t (1 - y y)` for `y = tanh(x)` to out, in one pass."""
     return torch.ops.aten.tanh_backward(t, y, grad_input=out)
 
 
 class Recursion(torch.autograd.Function):
-    """The states of a direction, as they depend on the first ones and on what the taps return.
+    """The states of a direction as a function of the initial states and the outputs of the taps.
 
-    Where a graph is kept, PyTorch's own kernel is differentiated instead: of what the taps
-    returned, nothing is asked for then.
+    With create_graph=True, PyTorch's own kernel is differentiated instead, and the outputs of the
+    taps get no gradient.
     """
 
     @staticmethod
     def forward(
         ctx: Any, walk_back: WalkBack, known: Known, saved: Sequence[Tensor], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """What is known.
+        """Returns the known states.
 
         Args:
-            ctx: as autograd has it.
-            walk_back: the deltas of the first states and of what the taps return.
+            ctx: autograd's context.
+            walk_back: computes the deltas of the initial states and of the outputs of the taps.
             known: the states.
-            saved: what `walk_back` reads.
-            *inputs: the rows that the direction read, the first states, and what the taps return.
+            saved: tensors that `walk_back` reads.
+            *inputs: the direction's input rows, the initial states, and the outputs of the taps.
         """
         device = known.h.device.type
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         ctx.walk_back, ctx.steps, ctx.again = walk_back, known.steps, known.again
         ctx.read = 1 + len(known.last)
-        ctx.set_materialize_grads(False)  # outputs that nobody uses have no delta
+        ctx.set_materialize_grads(False)  # an unused output has the delta None
         ctx.save_for_backward(*inputs[: ctx.read], *saved)
         return known.h, *known.last
 
     @staticmethod
     def backward(ctx: Any, *deltas: Tensor | None) -> tuple[Any, ...]:
-        """See `forward`."""
-        tensors = ctx.saved_tensors  # once: a checkpoint computes them again for each time
+        tensors = ctx.saved_tensors  # read once: a checkpoint recomputes them per access
         read, saved = tensors[: ctx.read], tensors[ctx.read :]
         if not torch.is_grad_enabled():
             return None, None, None, None, *ctx.walk_back(ctx.steps, saved, *deltas)
@@ -106,7 +105,7 @@ class Recursion(torch.autograd.Function):
 def _differentiated(
     ctx: Any, read: Sequence[Tensor], deltas: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """The gradients of what was read, with a graph to the parameters."""
+    """Returns the gradients of the rows and initial states, with a graph to the parameters."""
     device, dtype, enabled = ctx.autocast
     seen = [t.view_as(t) for t in read]  # without the hooks of the inputs
     with torch.autocast(device, dtype, enabled=enabled, cache_enabled=False):
@@ -115,7 +114,7 @@ def _differentiated(
 
 
 def from_outside(steps: Steps, like: Tensor, rows: Tensor | None, last: Tensor | None) -> Tensor:
-    """A table of the deltas of states that come from the outputs, (B + N, width of like)."""
+    """Returns a table of the states' deltas due to the outputs, (B + N, width of like)."""
     d = like.new_zeros(steps.batch + sum(steps.sizes), like.shape[1])
     if rows is not None:
         d[steps.batch :] = rows.reshape(-1, like.shape[1])

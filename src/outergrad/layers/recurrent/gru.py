@@ -1,7 +1,7 @@
 """`nn.GRU`: `h' = n + z (h - n)` with the gates r and z, and `n = tanh(x_n + r h_n)`.
 
-The gates' parts x_n and h_n have deltas of their own, that of h_n being r times as large: both
-parts of the gates go through taps of their own.
+The gate parts x_n and h_n have different deltas: that of h_n is r times that of x_n. So the input's
+and the hidden state's part of the gates each have a tap.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outergrad.layers.recurrent._walk import (
 
 
 def gru(one: Direction, x_NI: Tensor, first: States) -> tuple[Tensor, ...]:
-    """See `RecurrentRule`."""
+    """Computes one direction of a GRU; implements `Recur`."""
     known = one.known(x_NI, first)
     x_NM, h_NM = one.product(x_NI, "ih"), one.product(known.before_NP, "hh")
     slopes = _slopes(wide(x_NM), wide(h_NM), known.before_NP)
@@ -36,7 +36,7 @@ def gru(one: Direction, x_NI: Tensor, first: States) -> tuple[Tensor, ...]:
 
 
 class _Slopes(NamedTuple):
-    """In h': of r, z and h_n; of x_n; of h."""
+    """Derivatives of h' with respect to the gates r, z and h_n; to x_n; and to h."""
 
     h_NM: Tensor
     n_NH: Tensor
@@ -45,7 +45,7 @@ class _Slopes(NamedTuple):
 
 @torch.no_grad()
 def _slopes(x_NM: Tensor, h_NM: Tensor, before_NH: Tensor) -> _Slopes:
-    """From both parts of the gates, in whose memory they are computed."""
+    """Computes the slopes from both parts of the gates, in their memory."""
     x_N3H, h_N3H = (t.unflatten(1, (3, -1)) for t in (x_NM, h_NM))
     x_N3H[:, :2].add_(h_N3H[:, :2]).sigmoid_()
     (r, z, n), (h_r, h_z, h_n) = x_N3H.unbind(1), h_N3H.unbind(1)
@@ -61,7 +61,7 @@ def _slopes(x_NM: Tensor, h_NM: Tensor, before_NH: Tensor) -> _Slopes:
 def _walk_back(
     steps: Steps, saved: Sequence[Tensor], dh: Tensor | None, dh_last: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The deltas of the first states and of both parts of the gates."""
+    """Returns the deltas of the initial states and of both parts of the gates."""
     w_MH, h_NM, n_NH, z_NH = saved
     table, d_NM = from_outside(steps, w_MH, dh, dh_last), torch.empty_like(h_NM)
     d_N3H, h_N3H = (t.unflatten(1, (3, -1)) for t in (d_NM, h_NM))

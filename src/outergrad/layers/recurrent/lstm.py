@@ -1,7 +1,7 @@
 """`nn.LSTM`: `c' = f c + i g` with the gates i, f, g and o, and `h' = o tanh(c')`.
 
-With a projection, `h' = W_hr o tanh(c')`. Both parts of the gates have the same delta, so one
-tensor goes through both taps.
+With a projection, `h' = W_hr o tanh(c')`. The input's and the hidden state's part of the gates have
+the same delta, so one tensor goes through both taps.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from outergrad.layers.recurrent._walk import (
 
 
 def lstm(one: Direction, x_NI: Tensor, first: States) -> tuple[Tensor, ...]:
-    """See `RecurrentRule`; where what the cells put out is projected, that has a tap, too."""
+    """Computes one direction of an LSTM; implements `Recur`. A projection has a tap, too."""
     known, gates_NM = one.known(x_NI, first), one.gates(x_NI)
     cells = _cells(_add_hidden(gates_NM, known), first[1], known.steps)
     gates_NM = one.tap(one.tap(gates_NM, x_NI, "ih"), known.before_NP, "hh")
     inputs, saved = [x_NI, *first, gates_NM], [hidden_weight(known, gates_NM), *cells[:3]]
-    if one.w_PH is not None:  # its product is the hidden state, which is known
+    if one.w_PH is not None:  # its product is the known hidden state
         inputs.append(one.tap(known.h.flatten(0, -2).clone(), cells.output_NH, "hr"))
         saved.append(wide(one.w_PH.to(gates_NM.dtype)))
     return Recursion.apply(_walk_back, known, saved, *inputs)
@@ -40,19 +40,19 @@ def lstm(one: Direction, x_NI: Tensor, first: States) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def _add_hidden(gates_NM: Tensor, known: Known) -> Tensor:
-    """The gates before activation, in the memory of the input's part."""
+    """Returns the gates before activation, in the memory of the input's part."""
     w_MP = hidden_weight(known, gates_NM)
     return wide(gates_NM).addmm_(wide(known.before_NP), w_MP.t())
 
 
 class _Cells(NamedTuple):
-    """Slopes in what the cells put out, `o tanh(c')`, and this itself.
+    """The cells' output `o tanh(c')`, and the slopes (derivatives) that backward needs.
 
     Attributes:
-        gates_NM: of the gates: those of i, f and g in c', that of o in the output.
-        c_NH: of c' in the output.
-        f_NH: of c in c'.
-        output_NH: what is projected.
+        gates_NM: derivatives of c' with respect to the gates i, f and g, and of the output to o.
+        c_NH: derivative of the output with respect to c'.
+        f_NH: derivative of c' with respect to c.
+        output_NH: the output before a projection.
     """
 
     gates_NM: Tensor
@@ -63,7 +63,7 @@ class _Cells(NamedTuple):
 
 @torch.no_grad()
 def _cells(gates_NM: Tensor, c_BH: Tensor, steps: Steps) -> _Cells:
-    """From the gates before activation, in whose memory their slopes are computed."""
+    """Computes the cells from the gates before activation, whose memory their slopes overwrite."""
     gates_N4H = gates_NM.unflatten(1, (4, -1))
     gates_N4H[:, :2].sigmoid_()
     i, f, g, o = gates_N4H.unbind(1)
@@ -83,7 +83,7 @@ def _cells(gates_NM: Tensor, c_BH: Tensor, steps: Steps) -> _Cells:
 
 
 def _cell_states(c: Tensor, keeps_NH: Tensor, steps: Steps) -> Tensor:
-    """A table of all c, in the memory of one of the first and of what each step adds."""
+    """Computes all cell states in place, in a table of the initial states and each step's `i g`."""
     for (keeps,), (after,), (before,) in steps.split((keeps_NH,), (c,)):
         after.addcmul_(keeps, before)
     return c
@@ -96,7 +96,7 @@ def _walk_back(
     dh_last: Tensor | None,
     dc_last: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """The deltas of the first states, of the gates and, if there are any, of the projections."""
+    """Returns the deltas of the initial states, of the gates and, if any, of the projection."""
     w_MP, gates_NM, c_NH, f_NH, *projection = saved
     h, c = from_outside(steps, w_MP, dh, dh_last), from_outside(steps, f_NH, None, dc_last)
     d_NM = torch.empty_like(gates_NM)

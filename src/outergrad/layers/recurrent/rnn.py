@@ -1,7 +1,7 @@
 """`nn.RNN`: `h' = f(W_ih x + b_ih + W_hh h + b_hh)`, with tanh or relu for f.
 
-Both parts of the gate have the same delta, so one tensor goes through both taps. The slope follows
-from h' alone: the hidden state's part of the gate is not needed.
+The input's and the hidden state's part of the gate have the same delta, so one tensor goes through
+both taps. The slope follows from h' alone: the hidden state's part is not computed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outergrad.layers.recurrent._walk import Recursion, from_outside, hidden_wei
 
 
 def rnn(one: Direction, x_NI: Tensor, first: States) -> tuple[Tensor, ...]:
-    """See `RecurrentRule`."""
+    """Computes one direction of an RNN; implements `Recur`."""
     known, gates_NH = one.known(x_NI, first), one.gates(x_NI)
     slope_NH = wide(gates_NH)
     _slope(wide(known.h), out=slope_NH, relu=one.module.mode == "RNN_RELU")
@@ -29,7 +29,7 @@ def rnn(one: Direction, x_NI: Tensor, first: States) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def _slope(h: Tensor, out: Tensor, *, relu: bool) -> None:
-    """Of f, from its values."""
+    """Writes the derivative of f, computed from the values of f, to out."""
     h_NH = h.reshape(out.shape)
     if relu:
         torch.gt(h_NH, 0, out=out)
@@ -40,7 +40,7 @@ def _slope(h: Tensor, out: Tensor, *, relu: bool) -> None:
 def _walk_back(
     steps: Steps, saved: Sequence[Tensor], dh: Tensor | None, dh_last: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The deltas of the first states and of the gates."""
+    """Returns the deltas of the initial states and of the gates."""
     w_HH, slope_NH = saved
     table, d_NH = from_outside(steps, w_HH, dh, dh_last), torch.empty_like(slope_NH)
     for (d, slope), (after,), (before,) in reversed(steps.split((d_NH, slope_NH), (table,))):

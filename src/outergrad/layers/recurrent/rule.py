@@ -1,4 +1,4 @@
-"""What the rules of recurrent layers have in common: slots, layers, directions."""
+"""The rule of recurrent layers: slots, and the forward over layers and directions."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from outergrad.layers.recurrent._sequences import Sequences, States, closed, ope
 from outergrad.layers.recurrent._steps import Steps, TurnedRound
 
 Recur = Callable[[Direction, Tensor, States], tuple[Tensor, ...]]
-"""From a direction, its rows, (N, I), and its first states: the hidden state after every row, (N,
-P) or (T, B, P), and the last states. Every weight is tapped, with rows in the direction's order."""
+"""Computes one direction from its input rows, (N, I), and initial states. Returns the hidden state
+after every row, (N, P) or (T, B, P), and the final states. Every weight is tapped, with rows in the
+direction's order."""
 
 
 class RecurrentRule(LinearProducts):
     """`nn.RNN`, `nn.GRU` or `nn.LSTM`.
 
-    Slots: for every layer and direction the weight of the input, that of the hidden state, and of
-    an LSTM that projects it the weight of the projection.
+    Slots: for every layer and direction the weight of the input, that of the hidden state, and, of
+    an LSTM with a projection, that of the projection.
 
     Args:
-        recur: how one direction of one layer computes.
+        recur: computes one direction of one layer.
     """
 
     def __init__(self, recur: Recur) -> None:
         self._recur = recur
 
     def slots(self, module: nn.RNNBase, name: str) -> list[Slot]:
-        """The weights of every direction, all gates of each together."""
+        """Returns the weights of every direction, each with all gates."""
         kinds = ("", "_reverse") if module.bidirectional else ("",)
         suffixes = [f"l{layer}{kind}" for layer in range(module.num_layers) for kind in kinds]
         ends = [f"{part}_{suffix}" for suffix in suffixes for part in parts_of(module)]
@@ -47,7 +48,7 @@ class RecurrentRule(LinearProducts):
     def forward(
         self, module: nn.RNNBase, tap: TapFn, input: Sequences, hx: Any = None
     ) -> tuple[Any, Any]:
-        """As the module's own, layer by layer."""
+        """Computes the module's forward through taps, layer by layer."""
         x, steps, firsts = opened(module, input, hx)
         one_layer = 2 if module.bidirectional else 1
         lasts: list[States] = []
@@ -64,7 +65,7 @@ class RecurrentRule(LinearProducts):
     def _through(
         self, one: Direction, x_NI: Tensor, firsts: States, steps: Steps
     ) -> tuple[Tensor, States]:
-        """The hidden state after every row, (N, P), and the last states of every sequence."""
+        """Returns the hidden state after every row, (N, P), and every sequence's final states."""
         first = tuple(state[one.place] for state in firsts)
         if not one.turned_round:
             y, *last = self._recur(one, x_NI, first)
@@ -74,7 +75,7 @@ class RecurrentRule(LinearProducts):
         return TurnedRound.apply(y.flatten(0, -2), order_N), tuple(last)
 
     def rows(self, module: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-        """All steps of all sequences, for every weight."""
+        """Returns the number of steps of all sequences, for every weight."""
         x = input_of(args, kwargs)
         x = x.data if isinstance(x, PackedSequence) else x
         return [x.numel() // module.input_size] * len(self.slots(module, ""))

@@ -1,1 +1,1 @@
-"""og.Auto(): methods that are chosen by how long steps take."""
+"""og.Auto(): choice of methods by measured step times."""

@@ -1,4 +1,4 @@
-"""What og.Auto() has found out in one session, and what it tries next."""
+"""Chooser of og.Auto(): the state of its choices in one session."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ from outergrad.methods.auto.usual import Usual
 from outergrad.methods.auto.ways import Ways
 
 _SURE_GAIN = 0.2
-"""Of a step, by the forecast."""
+"""Share of a step that a way must save, by the forecast, to be taken in place of dense without a
+trial."""
 
 
 class AutoChooser(Chooser):
-    """Chooses methods for groups of layers by how long steps take.
+    """Chooses methods for groups of layers by measured step times.
 
-    The steps go in stretches. What they took is said when one is over, is there one step later,
-    and decides what happens two steps later: layers are tapped in the forward before.
+    A way gives every group of layers a method. Steps are divided into stretches. After each stretch
+    every site sends the times of its steps; they are received one step later. A choice made from
+    them applies from the step after the next one, because layers are tapped in the forward pass
+    before.
 
     Args:
-        units: of the model.
-        methods: to choose among; the first is dense, the second is what it begins with.
-        compressors: of these.
-        looking: share of the time that trials may take.
+        units: Units of the model.
+        methods: Methods to choose among; the first is dense, the second is used at the start.
+        compressors: Compressors of the methods.
+        looking: Share of the training time that trials may take.
     """
 
     def __init__(
@@ -53,17 +56,17 @@ class AutoChooser(Chooser):
         self._trials = Trials(self._ways, self._usual, looking)
 
     def settle(self, cost: CostModel, link: Link, flops_per_s: float) -> None:
-        """Takes note of what the forecasts go by."""
+        """Stores the measurements that forecasts are made from."""
         self._ways.settle(cost, link, flops_per_s)
 
-    # -- what a step goes by --------------------------------------------------------------------
+    # -- the way of a step ----------------------------------------------------------------------
 
     def compressor(self, unit: Unit, step: int) -> Compressor:
-        """Of a unit in a step."""
+        """Returns the compressor of a unit in a step."""
         return self._compressors[self._arm(step)[self._group_of[unit]]]
 
     def same(self, step: int, other: int) -> bool:
-        """Whether all units have the same compressors."""
+        """True if all units have the same compressors in both steps."""
         return self._arm(step) == self._arm(other)
 
     def _arm(self, step: int) -> Arm:
@@ -71,21 +74,21 @@ class AutoChooser(Chooser):
             return self._stretch.arms[step - self._stretch.first]
         return self._kept if step >= self._since else self._before
 
-    # -- what steps took ------------------------------------------------------------------------
+    # -- step times -----------------------------------------------------------------------------
 
     def ended(self, step: int, seconds: float) -> Sequence[float]:
-        """Takes note of a step; tells of a stretch when it is over."""
+        """Records the time of a step; returns all times of a stretch in its last step."""
         if not self._stretch.first <= step < self._stretch.end:
             return ()
         self._told.append(seconds)
         return self._told if step == self._stretch.end - 1 else ()
 
     def hears(self, step: int) -> bool:
-        """In the step behind a stretch."""
+        """True in the step after a stretch, in which the times of all sites are received."""
         return step == self._stretch.end
 
     def take(self, step: int, seconds_SN: Sequence[Sequence[float]], rows: Rows) -> Trial | None:
-        """Decides what came of a stretch, and what the next one is."""
+        """Evaluates a stretch and plans the next one; returns the trial that it decided, if any."""
         self._told = []
         seconds = slowest_site(seconds_SN)
         self._trials.purse.elapsed_s += len(seconds) * median(seconds)
@@ -107,7 +110,7 @@ class AutoChooser(Chooser):
         return trial
 
     def _first(self, step_s: float) -> Arm:
-        """Dense, unless another way promises to be so much faster that it can hardly be slower."""
+        """Returns the best way if its forecast gain is too large to be an error, else dense."""
         best, dense = self._ways.best(), (0,) * len(self._groups)
         gain_s = self._ways.seconds(dense) - self._ways.seconds(best)
         return best if gain_s > _SURE_GAIN * step_s else dense
@@ -118,9 +121,9 @@ class AutoChooser(Chooser):
         self._usual.forget()
 
     def _watch(self, seconds: Sequence[float]) -> None:
-        """Steps without a trial; where they take another time, everything may be tried again.
+        """Records steps without a trial; reopens all ways if the step time has changed.
 
-        At most, the link is to blame.
+        The whole change is attributed to the link, which is the most that the link can explain.
         """
         more_s = self._usual.note(seconds)
         if more_s is not None:
@@ -128,7 +131,6 @@ class AutoChooser(Chooser):
             self._trials.knowledge.reopen()
 
     def _decided(self, step: int, arm: Arm | None, verdict: Verdict | None) -> Trial | None:
-        """Goes by what came of a trial, if there was one."""
         if arm is None or verdict is None:
             return None
         knowledge, (took_s, kept_s, outcome) = self._trials.knowledge, verdict
@@ -139,22 +141,21 @@ class AutoChooser(Chooser):
         return self._told_of(arm, Tried(step + 1, took_s, kept_s, outcome, 1))
 
     def _next(self, step: int) -> Stretch:
-        """A glance at another way, or steps without a trial."""
         arm = self._trials.candidate(self._kept, step)
         if arm is not None:
             return Stretch.glance(step + 2, arm)
         return Stretch.quiet(step + 2, self._kept, settled=self._usual.seconds is not None)
 
-    # -- what is told and saved -----------------------------------------------------------------
+    # -- report, state of a checkpoint ----------------------------------------------------------
 
     def method_of(self, unit: Unit | None) -> Method:
-        """The method that is kept for a unit; of None, dense."""
+        """Returns the method that is kept for a unit; dense for None."""
         if unit is None:
             return self._methods[0]
         return self._methods[self._kept[self._group_of[unit]]]
 
     def trials_of(self, unit: Unit) -> Sequence[tuple[str, Trial]]:
-        """The last trial of each other way in which the unit had another method."""
+        """Returns the last trial of each other way in which the unit has another method."""
         g = self._group_of[unit]
         return [
             (repr(self._methods[arm[g]]), self._told_of(arm, tried))
@@ -174,11 +175,11 @@ class AutoChooser(Chooser):
 
     @property
     def kept_seconds(self) -> float | None:
-        """Median of the last steps without a trial."""
+        """Median of the last steps without a trial, seconds; None before it is known."""
         return self._usual.seconds
 
     def state(self, step: int) -> StateDict:
-        """What it keeps, how the last step went, what steps took, and what came of trials."""
+        """Returns the kept way, the way of the last step, the step times and the trials."""
         purse, tried = self._trials.purse, self._trials.knowledge.tried.items()
         return {
             "kept": list(self._kept),
@@ -190,7 +191,7 @@ class AutoChooser(Chooser):
         }
 
     def load(self, state: StateDict, step: int, *, same_sites: bool) -> None:
-        """Goes on with it; among other sites, with what was kept alone."""
+        """Continues from a saved state; at another number of sites only the ways are kept."""
         self._kept, self._before = tuple(state["kept"]), tuple(state["last"])
         self._since = step + 1
         self._told, trials = [], self._trials

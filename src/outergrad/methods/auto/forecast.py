@@ -1,6 +1,6 @@
-"""How long a unit takes by a method: from counts, the measured link and the measured machine.
+"""Forecasts of a unit's time by a method: from counts, the measured link and machine.
 
-Good enough to say what to begin with and what is not worth a trial; trials decide the rest.
+They decide which way to begin with and which are worth a trial; trials decide the rest.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from outergrad.core.types import Link, Route, Slot, Unit
 from outergrad.methods.common import FLOAT_BYTES
 
 _FLOPS_PER_ROW = 6
-"""Of compressing, for each number of a row and row that is sent: orthogonalising and back. The rows
-of a gradient that is formed are its own."""
+"""Operations of compression per number of a row and per row that is sent: orthogonalising and back.
+The rows of a formed gradient are its outputs."""
 _PER_UNIT_S = 2e-4
-"""Of everything that does not grow with a unit, where it does not travel dense: its rows are taken
-up, planned, packed and multiplied by calls of their own."""
+"""Seconds of a unit that is not dense which do not grow with its size: its rows are captured,
+planned, packed and multiplied by calls of their own."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What some units take in a step; adds up, and compares.
+    """Time of some units in a step. Forecasts can be added.
 
     Attributes:
-        link_s: the link is busy with their bytes.
-        compute_s: the machine is busy with their gradients.
-        delays: how many times a message waits for an answer.
+        link_s: Seconds in which the link is busy with their bytes.
+        compute_s: Seconds in which the machine is busy with their gradients.
+        delays: Number of times that a message waits for an answer.
     """
 
     link_s: float = 0.0
@@ -36,29 +36,29 @@ class Forecast:
     delays: int = 1
 
     def __add__(self, other: Forecast) -> Forecast:
-        """Of both; messages wait at the same time."""
+        """Adds the seconds; the larger `delays` counts, as messages wait at the same time."""
         delays = max(self.delays, other.delays)
         return Forecast(self.link_s + other.link_s, self.compute_s + other.compute_s, delays)
 
     def seconds(self, link: Link, slowdown: float = 1.0) -> float:
-        """All in all, on a link that has become so many times as slow."""
+        """Returns the total time on a link that has become `slowdown` times as slow."""
         return slowdown * (self.link_s + self.delays * link.delay_s) + self.compute_s
 
 
 def route_of(unit: Unit, compressor: Compressor, rows_SK: Sequence[Sequence[int]]) -> Route:
-    """How the unit would travel, with its layers tapped if the method wants that."""
+    """Returns the route of the unit, with its layers tapped if the method wants that."""
     tapped = bool(unit.slots) and compressor.taps(unit, rows_SK)
     return compressor.route(unit, rows_SK, tapped=tapped)
 
 
 @dataclass(frozen=True)
 class Forecaster:
-    """Forecasts units.
+    """Makes forecasts of units.
 
     Attributes:
-        cost: of the transport.
-        link: what the slowest site has.
-        flops_per_s: of the slowest machine.
+        cost: Cost model of the transport.
+        link: Link of the slowest site.
+        flops_per_s: Speed of the slowest machine.
     """
 
     cost: CostModel
@@ -68,7 +68,7 @@ class Forecaster:
     def unit(
         self, unit: Unit, compressor: Compressor, rows_SK: Sequence[Sequence[int]]
     ) -> Forecast:
-        """Of one unit, for the rows of each site (S) and slot (K)."""
+        """Returns the forecast of one unit, for the rows of each site (S) and slot (K)."""
         route = route_of(unit, compressor, rows_SK)
         rows_KS = list(zip(*rows_SK, strict=True))
         own = [(slot, max(rows_S)) for slot, rows_S in zip(unit.slots, rows_KS, strict=True)]
@@ -82,10 +82,10 @@ class Forecaster:
         nbytes = sum(compressor.payload_bytes(slot, count) for slot, count in sent)
         work = 0 if tapped else product
         for (slot, rows), (_, count) in zip([p for p in parts if p[1]], sent, strict=True):
-            if slot.lookup:  # rows are added up by their ids, here and where they arrive
+            if slot.lookup:  # rows are summed by their ids, by the sender and the receivers
                 work += 2 * (rows + self.cost.sites * count) * slot.outputs
                 continue
-            kept = min(count, slot.outputs, slot.inputs)  # of entries, as many count as of rows
+            kept = min(count, slot.outputs, slot.inputs)  # sparse entries count as rows
             width = slot.groups * (slot.inputs + slot.outputs * tapped)
             work += _FLOPS_PER_ROW * rows * kept * width
             work += 2 * self.cost.sites * kept * slot.numel
@@ -100,5 +100,5 @@ class Forecaster:
 
 
 def _product_width(slot: Slot) -> int:
-    """Numbers of a formed gradient that a row adds to; an id adds to one row of it."""
+    """Returns the numbers of a formed gradient that a row adds to; an id adds to one row of it."""
     return slot.outputs if slot.lookup else slot.numel

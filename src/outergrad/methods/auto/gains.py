@@ -1,4 +1,4 @@
-"""Whether one of two ways is faster: medians of pairs of steps, and what can be said of them."""
+"""Comparison of two ways by pairs of steps: medians, and a lower bound of the gain."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from math import comb, inf
 from statistics import median
 
 RISK = 0.01
-"""How likely the lower bound is too high, at most."""
+"""Largest probability that the lower bound is too high."""
 
 
 def lower_bound(gains: Sequence[float]) -> float:
-    """What the median gain is at least, whatever their distribution; -inf of too few.
+    """Returns a lower bound of the median gain, whatever the distribution; -inf of too few gains.
 
-    By order statistics: were the median below the k-th smallest of n, at most k - 1 of n tosses of
-    a fair coin had been heads.
+    By order statistics: if the median were below the k-th smallest of n, at most k - 1 of n tosses
+    of a fair coin would have been heads.
     """
     tosses, below, k = len(gains), 0.0, 0
     while (below := below + comb(tosses, k) / 2**tosses) <= RISK:
@@ -23,44 +23,44 @@ def lower_bound(gains: Sequence[float]) -> float:
 
 
 def slowest_site(seconds_SN: Sequence[Sequence[float]]) -> Sequence[float]:
-    """The steps (N) of the site (S) whose median is longest."""
+    """Returns the step times (N) of the site (S) whose median is longest."""
     return max(seconds_SN, key=median)
 
 
 _ABBA = (*[0] * 8, *[1] * 16, *[0] * 8)
 _PAIRS = (*((2 + k, 10 + k) for k in range(5)), *((26 + k, 18 + k) for k in range(5)))
-"""Those with two before them that went the same way, and one behind: a change makes the steps
-around it longer, and most where all other steps are alike."""
+"""Pairs of a step of the kept way and one of the other way, each with two steps before it and one
+behind it of its own way: a change lengthens the steps around it, most if all others are alike."""
 _CHANGED = (8, 9, 24, 25)
-"""The two behind each change, which are planned anew."""
+"""Two steps behind each change of way, which are planned anew."""
 
 
 def turns() -> Sequence[int]:
-    """The steps in which both ways take turns: 0 for the way that is kept, 1 for the other one."""
+    """Returns the way of each step of a comparison: 0 for the kept way, 1 for the other one."""
     return _ABBA
 
 
 def paired_gains(seconds_N: Sequence[float]) -> list[float]:
-    """How many seconds less the other way takes, of the pairs in the steps of `turns`."""
+    """Returns the seconds that the other way saves, for each pair in the steps of `turns`."""
     return [seconds_N[kept] - seconds_N[other] for kept, other in _PAIRS]
 
 
 def medians(seconds_N: Sequence[float]) -> tuple[float, float]:
-    """Of the way that is kept and of the other one, from the steps of `paired_gains`."""
+    """Returns the median seconds of the kept way and of the other one, over the pairs of steps."""
     kept, other = zip(*_PAIRS, strict=True)
     return median(seconds_N[k] for k in kept), median(seconds_N[k] for k in other)
 
 
 def cost_of_change(seconds_N: Sequence[float]) -> float:
-    """How many seconds longer a step behind a change takes, of the steps of `turns`."""
+    """Returns by how many seconds a step behind a change is longer, from the steps of `turns`."""
     return median(seconds_N[k] for k in _CHANGED) - sum(medians(seconds_N)) / 2
 
 
 def cost_of_turns(more_s: float, change_s: float) -> float:
-    """How many seconds longer `turns` take than as many steps of the way that is kept.
+    """Returns by how many seconds `turns` take longer than as many steps of the kept way.
 
     Args:
-        more_s: that a step of the other way takes longer.
-        change_s: that a step behind a change takes longer.
+        more_s: Seconds by which a step of the other way is longer.
+        change_s: Seconds by which a step behind a change is longer.
     """
     return len(_ABBA) / 2 * more_s + len(_CHANGED) * change_s

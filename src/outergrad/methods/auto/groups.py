@@ -1,4 +1,4 @@
-"""Layers alike, which are chosen for together."""
+"""Groups of similar layers, which get one method together."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from outergrad.core.types import Unit
 
 MOST_GROUPS = 4
 _GRAIN_BITS = 2
-"""Layers of which one has less than four times the other's elements may count as alike."""
+"""Layers may count as similar if one has less than four times the other's elements."""
 
 
 def grouped(units: Sequence[Unit]) -> list[tuple[Unit, ...]]:
-    """Few groups of units alike in kind and size, the largest in sum first.
+    """Returns few groups of units of similar kind and size, the largest in total size first.
 
-    What is left, of many kinds, makes the last one. The same for the same units, on every site.
+    The last group has all remaining units. Groups depend on the units alone: all sites agree.
     """
     found: defaultdict[tuple[str, int], list[Unit]] = defaultdict(list)
     for unit in units:

@@ -1,4 +1,4 @@
-"""What is known of ways to share the gradients: what trials took, and when to try again."""
+"""Knowledge of the ways to share gradients: results of trials, and when to try again."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from outergrad.core.choosing import Outcome
 
 Arm = tuple[int, ...]
-"""A way: for each group of layers, which method."""
+"""A way to share the gradients: for each group of layers, the index of its method."""
 _AGAIN_STEPS = 128
 _MOST_DOUBLINGS = 6
 _TWICE_DOUBLINGS = 2
-"""What took twice as long is tried again only so many times later."""
+"""Further doublings of the pause before the next trial of a way that took twice as long."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Tried:
     """The last trial of one way.
 
     Attributes:
-        step: shared steps before it was decided.
-        seconds: median of its steps, at the slowest site.
-        kept_seconds: the same of the way beside which it was tried.
-        outcome: what came of it.
-        times: how often it has been tried since everything was last open.
+        step: Number of shared steps before it was decided.
+        seconds: Median of its steps, at the slowest site.
+        kept_seconds: Median of the steps of the kept way in the same trial.
+        outcome: Outcome of the trial.
+        times: Number of trials of the way since all ways were last reopened.
     """
 
     step: int
@@ -36,30 +36,30 @@ class Tried:
 
     @property
     def again(self) -> int:
-        """The step from which on it may be tried again: seldom, where that led to nothing."""
+        """First step in which the way may be tried again; the pause doubles with each trial."""
         doublings = self.times - 1 + _TWICE_DOUBLINGS * (self.outcome == Outcome.TWICE)
         return self.step + _AGAIN_STEPS * 2 ** min(doublings, _MOST_DOUBLINGS)
 
     def plain(self) -> list[Any]:
-        """As JSON holds it."""
+        """Returns the trial as JSON holds it."""
         return [self.step, self.seconds, self.kept_seconds, self.outcome.value, self.times]
 
     @staticmethod
     def of(plain: Any) -> Tried:
-        """The inverse of `plain`."""
+        """Rebuilds a trial from a result of `plain`."""
         step, seconds, kept_seconds, outcome, times = plain
         return Tried(step, seconds, kept_seconds, Outcome(outcome), times)
 
 
 @dataclass
 class Purse:
-    """The time that trials may take.
+    """Time that trials may take.
 
     Attributes:
-        share: of all time.
-        advance: steps that may be spent before they were earned.
-        elapsed_s: of all steps.
-        spent_s: what trials took longer than steps without.
+        share: Share of all time.
+        advance: Number of steps whose time may be spent in advance.
+        elapsed_s: Seconds of all steps.
+        spent_s: Seconds by which trials took longer than steps without one.
     """
 
     share: float
@@ -68,43 +68,43 @@ class Purse:
     spent_s: float = 0.0
 
     def affords(self, seconds: float, step_s: float) -> bool:
-        """Whether so much may be spent, where a step takes so long."""
+        """True if `seconds` may be spent on a trial, where a step takes `step_s`."""
         return self.spent_s + seconds <= self.share * self.elapsed_s + self.advance * step_s
 
 
 @dataclass
 class Knowledge:
-    """Of all ways in one session.
+    """Knowledge of all ways in one session.
 
     Attributes:
-        tried: the last trial of each.
+        tried: Last trial of each way.
     """
 
     tried: dict[Arm, Tried] = field(default_factory=dict)
 
     def note(self, arm: Arm, step: int, seconds: float, kept: float, outcome: Outcome) -> Tried:
-        """A trial is over."""
+        """Records the result of a trial."""
         found = Tried(step, seconds, kept, outcome, self.times(arm) + 1)
         self.tried[arm] = found
         return found
 
     def times(self, arm: Arm) -> int:
-        """How often it has been tried since everything was last open."""
+        """Returns the number of trials of a way since all ways were last reopened."""
         return self.tried[arm].times if arm in self.tried else 0
 
     def took_more_s(self, arm: Arm) -> float:
-        """How much longer its steps took in the last trial than those beside it; 0 of none."""
+        """Returns the extra seconds per step in the last trial of the way; 0 without one."""
         tried = self.tried.get(arm)
         return 0.0 if tried is None else tried.seconds - tried.kept_seconds
 
     def due(self, arm: Arm, step: int) -> bool:
-        """Whether it may be tried in a step."""
+        """True if the way may be tried in a step."""
         return arm not in self.tried or self.tried[arm].again <= step
 
     def reopen(self) -> None:
-        """Steps take another time than they did: what trials took says nothing any more."""
+        """Forgets all trials: step times have changed, so that the results do not hold any more."""
         self.tried.clear()
 
     def renamed(self, translate: Callable[[Arm], Arm]) -> None:
-        """Ways that have become the same are one."""
+        """Renames the ways by `translate`, which merges those that have become equal."""
         self.tried = {translate(arm): tried for arm, tried in self.tried.items()}

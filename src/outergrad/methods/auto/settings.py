@@ -1,4 +1,4 @@
-"""The policy that chooses methods by how long steps take."""
+"""Auto, the policy that chooses methods by measured step times."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ class Auto:
 
     The default of `og.distribute`: choose it where you do not want to choose a method yourself.
 
-    It chooses for each kind and size of layers. It tries `og.Dense()` and `og.DAD()`, which are
-    exact and show no more of a site than its gradient, and the methods in `among`. A forecast from
-    the measured link and machines says which to begin with and which are worth a trial. In a trial
-    two of them take turns. The new one is kept only if it is measurably faster at the slowest
-    site. All sites choose alike.
+    It chooses a method for each kind and size of layers. It tries `og.Dense()` and `og.DAD()`,
+    which are exact and show no more of a site than its gradient, and the methods in `among`. A
+    forecast from the measured link and machines says which to begin with and which are worth a
+    trial. In a trial two of them take turns. The new one is kept only if it is measurably faster at
+    the slowest site. All sites choose alike.
 
     Two runs may choose differently, and then differ in rounding. If a run must repeat to the bit,
     name its method, or pass what an earlier run chose: `og.Auto(frozen=choice)`. With `og.EDAD` in
     `among` nothing is computed again: such layers travel as by `og.DAD`.
 
     Attributes:
-        among: other methods to try, as those that are not exact: only the user knows whether they
+        among: Further methods to try, as those that are not exact: only the user knows whether they
             may be used.
-        looking: how much longer the training may take because of trials, as a share of its time.
-        every: k: share at every k-th synchronised backward only, as in `og.Dense`.
-        frozen: the method of each parameter by its full name, as `session.choice()` returned it;
-            then nothing is tried.
+        looking: Share of the training time that trials may add.
+        every: k: gradients are shared at every k-th synchronised backward pass only, as in
+            `og.Dense`.
+        frozen: Method of each parameter by its full name, as `session.choice()` returned it; then
+            nothing is tried.
     """
 
     among: Sequence[Method] = ()
@@ -49,7 +50,6 @@ class Auto:
     frozen: Mapping[str, Method] | None = None
 
     def __post_init__(self) -> None:
-        """Checks the settings."""
         object.__setattr__(self, "among", tuple(self.among))
         for method in [*self.among, *(self.frozen or {}).values()]:
             whole = not is_method(method) or isinstance(method, Local)
@@ -67,7 +67,7 @@ class Auto:
             raise ValueError(f"Auto: looking={self.looking!r}; use a share above 0, as 0.01")
 
     def __repr__(self) -> str:
-        """The same on every site, as it is what the sites compare."""
+        """Returns the same text on every site, because sites compare it."""
         if self.frozen is not None:
             each = sorted((name, repr(method)) for name, method in self.frozen.items())
             counts = Counter(text for _, text in each).items()
@@ -84,17 +84,17 @@ class Auto:
 
     @property
     def methods(self) -> list[Method]:
-        """All that it chooses among, each once."""
+        """All methods to choose among, without duplicates."""
         found: list[Method] = [Dense(every=self.every), DAD(every=self.every)]
         found += [method for k, method in enumerate(self.among) if method not in self.among[:k]]
         return found[:2] + [method for method in found[2:] if method not in found[:2]]
 
     def candidates(self, name: str) -> Sequence[Method]:
-        """All methods that a parameter may have."""
+        """Returns all methods that a parameter may have."""
         return self.methods if self.frozen is None else [self._frozen(self.frozen, name)]
 
     def method_of(self, name: str, step: int = 0) -> Method:
-        """The method of a parameter before anything is known; a `chooser` goes on from there."""
+        """Returns the method of a parameter at the start; later a `chooser` decides."""
         return DAD(every=self.every) if self.frozen is None else self._frozen(self.frozen, name)
 
     def _frozen(self, frozen: Mapping[str, Method], name: str) -> Method:
@@ -108,7 +108,7 @@ class Auto:
     def chooser(
         self, units: Sequence[Unit], compressor_of: Callable[[Method], Compressor]
     ) -> AutoChooser | None:
-        """What chooses in one session; None where nothing is left to choose."""
+        """Returns the chooser of one session; None if `frozen` leaves nothing to choose."""
         if self.frozen is not None:
             return None
         methods = self.methods

@@ -1,4 +1,4 @@
-"""Steps that all sites tell each other of when they are over."""
+"""Stretches of steps, after each of which all sites send each other their step times."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from outergrad.methods.auto.gains import turns
 from outergrad.methods.auto.knowledge import Arm
 
 FIRST_STEPS = 4
-"""That tell the rows, and are longer than others."""
+"""Steps of the first stretch, which announce their rows and take longer than others."""
 QUIET_STEPS = 16
-"""That say what is usual, where that is not known."""
+"""Steps without a trial that give the usual time, where it is not known yet."""
 SETTLED_STEPS = 64
 GLANCE_STEPS = 3
-"""Of a new way: two have headers, the last one is as those that would follow."""
+"""Steps of a glance at a new way: two have headers, the last one is as later steps would be."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps in a row.
+    """Consecutive steps.
 
     Attributes:
-        first: number of the first.
-        arms: how the gradients travel in each.
-        tried: the way that is tried in them, if one is.
+        first: Number of the first step.
+        arms: Way of each step.
+        tried: Way that is tried in these steps, if any.
     """
 
     first: int
@@ -33,25 +33,25 @@ class Stretch:
 
     @cached_property
     def end(self) -> int:
-        """The step behind the last."""
+        """Number of the step behind the last one."""
         return self.first + len(self.arms)
 
     @property
     def is_glance(self) -> bool:
-        """Whether a way is seen for the first time in it."""
+        """True if the stretch is a glance, the short first part of a trial."""
         return self.tried is not None and len(self.arms) == GLANCE_STEPS
 
     @staticmethod
     def quiet(first: int, kept: Arm, *, settled: bool) -> Stretch:
-        """Without a trial."""
+        """Returns steps without a trial."""
         return Stretch(first, (kept,) * (SETTLED_STEPS if settled else QUIET_STEPS))
 
     @staticmethod
     def glance(first: int, arm: Arm) -> Stretch:
-        """At a way."""
+        """Returns a glance at a way."""
         return Stretch(first, (arm,) * GLANCE_STEPS, arm)
 
     @staticmethod
     def turns(first: int, kept: Arm, arm: Arm) -> Stretch:
-        """Of two ways."""
+        """Returns steps in which the kept way and another one take turns."""
         return Stretch(first, tuple(arm if other else kept for other in turns()), arm)

@@ -1,4 +1,4 @@
-"""Trials of ways: which is worth one, what came of it, and what they may cost."""
+"""Trials of ways: which one comes next, its result, and the time that trials may take."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from outergrad.methods.auto.ways import Ways
 
 _ENOUGH_GAINS = 80
 _SLOWER = 1.2
-"""What a glance finds so much slower is not worth more."""
+"""Ratio to the usual time from which a glance drops a way."""
 _TWICE = 2.0
 _BACK_STEPS = 2
-"""Behind a glance, which cost what the first two of the glance did."""
+"""Steps behind a glance whose extra cost equals that of its first two steps."""
 _LEAST_STAKE = 0.01
-"""What may gain less of a step is not tried, by the forecast, in parts of the model."""
+"""Share of a step: ways of several methods whose forecast differs by less are not tried."""
 
 
 class Verdict(NamedTuple):
-    """What a trial of a way has said.
+    """Result of a trial of a way.
 
     Attributes:
-        seconds: of its steps, at the slowest site.
-        kept_seconds: the same of the way beside which it was tried.
-        outcome: what came of it.
+        seconds: Time of its steps, at the slowest site.
+        kept_seconds: Time of the steps of the kept way that it was compared with.
+        outcome: Outcome of the trial.
     """
 
     seconds: float
@@ -44,16 +44,16 @@ class Verdict(NamedTuple):
 
 
 class Trials:
-    """What came of them in one session.
+    """Trials in one session.
 
     Args:
-        ways: there are.
-        usual: how long steps take without one.
-        looking: share of the time that they may take.
+        ways: Ways to share the gradients.
+        usual: Step times without a trial.
+        looking: Share of the time that trials may take.
 
     Attributes:
-        purse: the time that they may take.
-        knowledge: what they took.
+        purse: Time that trials may take.
+        knowledge: Results of the trials.
     """
 
     def __init__(self, ways: Ways, usual: Usual, looking: float) -> None:
@@ -62,10 +62,10 @@ class Trials:
         self._gains: list[float] = []
         self._change_s = 0.0
 
-    # -- which is worth one ---------------------------------------------------------------------
+    # -- the next trial -------------------------------------------------------------------------
 
     def candidate(self, kept: Arm, step: int) -> Arm | None:
-        """The most promising way that may be tried now."""
+        """Returns the most promising way that may be tried now; None if there is none."""
         usual_s = self._usual.seconds
         if usual_s is None:
             return None
@@ -74,11 +74,11 @@ class Trials:
         return min(promising, key=self._rank, default=None)
 
     def _rank(self, arm: Arm) -> tuple[int, bool, float]:
-        """What was tried least comes first; then one method for all layers, then the forecast."""
+        """Returns the sort key: fewest trials first, then ways of one method, then the forecast."""
         return self.knowledge.times(arm), arm not in self._ways.whole, self._ways.seconds(arm)
 
     def _promises(self, arm: Arm, kept: Arm, usual_s: float) -> bool:
-        """Whether a way may gain so much that it matters, and a glance at it can be afforded."""
+        """True if a way may save enough to matter, and a glance at it can be afforded."""
         more_s, whole = self._ways.seconds(arm) - self._ways.seconds(kept), arm in self._ways.whole
         matters = whole or abs(more_s) > _LEAST_STAKE * usual_s
         more_s = max(more_s, self.knowledge.took_more_s(arm))
@@ -86,10 +86,10 @@ class Trials:
         price_s = GLANCE_STEPS * more_s if unlikely else usual_s
         return matters and self.purse.affords(price_s, usual_s if whole or not unlikely else 0.0)
 
-    # -- what came of it ------------------------------------------------------------------------
+    # -- the result of a trial -------------------------------------------------------------------
 
     def after_glance(self, seconds: Sequence[float]) -> Verdict | None:
-        """By the better of its steps: one may have been interrupted. None: both take turns."""
+        """Returns the verdict by its faster step, as one may be interrupted; None to take turns."""
         usual_s = self._usual.seconds
         assert usual_s is not None
         took_s = min(seconds[1:])
@@ -104,7 +104,7 @@ class Trials:
         return Verdict(took_s, usual_s, outcome)
 
     def after_turns(self, seconds: Sequence[float]) -> Verdict | None:
-        """By all pairs of steps so far. None: the turns go on."""
+        """Returns the verdict over all pairs of steps so far; None if the turns go on."""
         kept_s, other_s = medians(seconds)
         self._change_s = max(0.0, cost_of_change(seconds))
         self._spend(cost_of_turns(other_s - kept_s, self._change_s))

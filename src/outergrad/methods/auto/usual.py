@@ -1,4 +1,4 @@
-"""How long steps take without a trial, and whether that is another time than it was."""
+"""Usual time of steps without a trial, and detection of its changes."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 from outergrad.methods.auto.stretches import QUIET_STEPS
 
 _DRIFT = 1.25
-"""So many times as long as ever, or as short, is another time."""
+"""Factor by which a median must leave the range of the known ones to count as changed."""
 _IN_A_ROW = 2
-"""Medians that must say so: one may be a pause of the machine's."""
+"""Successive medians that must have changed: one may be a pause of the machine."""
 _MOST_LEVELS = 16
 
 
 class Usual:
-    """Of the way that is kept.
+    """Usual time of a step of the kept way.
 
     Attributes:
-        seconds: the median of the last stretch without a trial; None before it is known.
-        last: the last steps of it.
+        seconds: Median of the last stretch without a trial; None before it is known.
+        last: Times of the last steps of that stretch, seconds.
     """
 
     def __init__(self) -> None:
         self.seconds: float | None = None
         self.last: Sequence[float] = ()
         self._levels: list[float] = []
-        """The medians since everything was last open: how much they differ by themselves."""
+        """Medians since all ways were last reopened, which show their natural variation."""
         self._drifted = 0
 
     def note(self, seconds: Sequence[float]) -> float | None:
-        """Takes in a stretch; by how much steps have become longer, if they take another time."""
+        """Records a stretch; returns the change of the step time in seconds, or None."""
         self.last, usual_s = seconds[-QUIET_STEPS:], median(seconds)
         self.seconds = usual_s
         if self._is_another(usual_s):
@@ -50,14 +50,14 @@ class Usual:
         return not min(self._levels) / _DRIFT < usual_s < max(self._levels) * _DRIFT
 
     def forget(self) -> None:
-        """Another way is kept."""
+        """Forgets all times, because another way is kept."""
         self.seconds, self._levels, self._drifted = None, [], 0
 
     def plain(self) -> list[Any]:
-        """As JSON holds it."""
+        """Returns the times as JSON holds them."""
         return [self.seconds, list(self._levels)]
 
     def load(self, plain: Any) -> None:
-        """The inverse of `plain`."""
+        """Restores the times from a result of `plain`."""
         self.forget()
         self.seconds, self._levels = plain[0], list(plain[1])

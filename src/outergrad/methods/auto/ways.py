@@ -1,4 +1,4 @@
-"""Which ways there are to share the gradients of a model, for the rows of now."""
+"""Ways to share the gradients of a model, and their forecasts for the present rows."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from outergrad.methods.auto.forecast import Forecast, Forecaster, route_of
 from outergrad.methods.auto.knowledge import Arm
 
 _FASTEST_LINK = 1 / 64
-"""How much faster than measured the link may come to look."""
+"""Smallest slowdown of the link: it is taken to be at most 64 times as fast as measured."""
 
 
 class Ways:
-    """The ways that differ, and how long each is likely to take.
+    """Distinct ways, and a forecast of the time of each.
 
     Args:
-        groups: of units that have one method.
-        compressors: of the methods.
+        groups: Groups of units that get one method each.
+        compressors: Compressors of the methods.
     """
 
     def __init__(self, groups: Sequence[Sequence[Unit]], compressors: Sequence[Compressor]) -> None:
@@ -30,17 +30,17 @@ class Ways:
         self._forecaster = Forecaster(RingCost(1), Link(0.0, math.inf), math.inf)
         self._rows: Rows | None = None
         self._options: list[dict[int, Forecast]] = []
-        """Per group the methods by which it travels differently; of those alike, the first."""
+        """Forecasts by method for each group; of methods that send it alike, only the first."""
         self._same_as: list[tuple[int, ...]] = []
         self.slowdown = 1.0
-        """How many times as slow as it was measured the link seems to be."""
+        """Estimate of how many times as slow as measured the link is."""
 
     def settle(self, cost: CostModel, link: Link, flops_per_s: float) -> None:
-        """Takes note of what was measured."""
+        """Stores the cost model, the measured link and the measured speed of the machine."""
         self._forecaster = Forecaster(cost, link, flops_per_s)
 
     def look_at(self, rows: Rows) -> None:
-        """What there is for the rows of all sites."""
+        """Computes the distinct ways and their forecasts for the rows of all sites."""
         if rows == self._rows:
             return
         pairs = [(group, self._same(group, rows)) for group in self._groups]
@@ -50,7 +50,7 @@ class Ways:
         ]
 
     def _same(self, group: Sequence[Unit], rows: Rows) -> tuple[int, ...]:
-        """Per method, the first by which the group travels as by this one."""
+        """Returns for each method the first one that sends the group in the same way."""
         first: dict[Hashable, int] = {}
         ways = [self._way(k, group, rows) for k in range(len(self._compressors))]
         return tuple(first.setdefault(way, k) for k, way in enumerate(ways))
@@ -65,17 +65,17 @@ class Ways:
         return sum(each, Forecast())
 
     def plain(self, arm: Arm) -> Arm:
-        """The way that is told of as the same."""
+        """Returns the way with each method replaced by the first one that sends the group alike."""
         return tuple(same[k] for same, k in zip(self._same_as, arm, strict=True))
 
     @property
     def whole(self) -> Sequence[Arm]:
-        """The ways with one method for all layers."""
+        """Distinct ways with one method for all layers."""
         ways = ((k,) * len(self._groups) for k in range(len(self._compressors)))
         return list(dict.fromkeys(map(self.plain, ways)))
 
     def near(self, arm: Arm) -> list[Arm]:
-        """Ways with one method for all layers, and those that differ in one group alone."""
+        """Returns the other ways with one method for all layers, or with one group changed."""
         options = enumerate(self._options)
         single = [(*arm[:g], k, *arm[g + 1 :]) for g, option in options for k in option]
         found = dict.fromkeys([*self.whole, *map(self.plain, single)])
@@ -83,7 +83,7 @@ class Ways:
         return list(found)
 
     def seconds(self, arm: Arm) -> float:
-        """The forecast of a step's gradients."""
+        """Returns the forecast of the time that a step's gradients take."""
         return self._whole(arm).seconds(self._forecaster.link, self.slowdown)
 
     def _whole(self, arm: Arm) -> Forecast:
@@ -91,7 +91,7 @@ class Ways:
         return sum((option[k] for option, k in pairs), Forecast())
 
     def best(self) -> Arm:
-        """By the forecast: one method for all layers, or for each group its best."""
+        """Returns the way of best forecast: one method for all layers, or the best per group."""
         link, slowdown = self._forecaster.link, self.slowdown
         each = tuple(
             min(option, key=lambda k: option[k].seconds(link, slowdown)) for option in self._options
@@ -99,7 +99,7 @@ class Ways:
         return min([each, *self.near(each)], key=self.seconds)
 
     def blame_link(self, arm: Arm, more_s: float) -> None:
-        """Steps of a way take so much longer: the link may be as slow as that, but not slower."""
+        """Sets the slowdown as if the link alone had made steps of the way `more_s` longer."""
         whole = self._whole(arm)
         once_s = whole.seconds(self._forecaster.link) - whole.compute_s
         self.slowdown = max(self.slowdown + more_s / max(once_s, 1e-9), _FASTEST_LINK)

@@ -1,1 +1,1 @@
-"""Few entries of a gradient: which, how they are written, what is remembered of the others."""
+"""Sparse gradients: selection of entries, their form in messages, residuals of the others."""

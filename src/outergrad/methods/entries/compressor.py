@@ -1,4 +1,4 @@
-"""Which entries are sent, and what is remembered of the others."""
+"""Compressor of `Sparse`: selects the entries that are sent, and keeps the others as residuals."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _WHICH: dict[Select, str] = {
 
 @dataclass(frozen=True)
 class _Memory:
-    """What a site remembers of one slot, flat.
+    """Memory of one slot, flattened.
 
     Attributes:
-        residual_N: what it has not sent.
-        velocity_N: the momentum of its gradients, with momentum correction.
+        residual_N: Entries that have not been sent.
+        velocity_N: Momentum of the gradients; None without momentum correction.
     """
 
     residual_N: Tensor
@@ -55,7 +55,7 @@ class _Memory:
 
 
 class SparseCompressor(OfFormed):
-    """Chooses the entries, and remembers the others."""
+    """Sends a few entries of each weight gradient, and keeps the others as the residual."""
 
     why = Why.SPARSE
 
@@ -71,18 +71,18 @@ class SparseCompressor(OfFormed):
     # -- how many entries ---------------------------------------------------------------------
 
     def count(self, slot: Slot) -> int:
-        """K, how many entries of a slot are sent in this step."""
+        """Returns K, the number of entries of a slot that are sent in this step."""
         wanted = max(1, round(self.settings.density_at(self.steps) * slot.numel))
         if wanted >= slot.numel:
             return slot.numel
         return blocks_of(slot.numel, wanted, self._form.block)[1]
 
     def sent_rows(self, slot: Slot, rows: int, site: int) -> int:
-        """The same number of every site that has a gradient."""
+        """Returns K, equal for all sites that have a gradient; 0 for a site without one."""
         return self.count(slot) if rows else 0
 
     def payload_bytes(self, slot: Slot, count: int) -> int:
-        """Values and places."""
+        """Returns the bytes of the values, and of their places if these are sent."""
         values = nbytes(self.wire, value_shape(count, coded=bool(self.wire)))
         if self.sketches is not None:
             return values
@@ -92,7 +92,7 @@ class SparseCompressor(OfFormed):
     # -- entries --------------------------------------------------------------------------------
 
     def compress(self, parts: Sequence[Part]) -> list[Payload]:
-        """The entries of each gradient, with what was not sent of it before."""
+        """Returns the selected entries of each gradient plus its residual."""
         return [self._compressed(*part) for part in parts]
 
     def _compressed(self, slot: Slot, gradient: Gradient, count: int) -> Payload:
@@ -107,9 +107,9 @@ class SparseCompressor(OfFormed):
         return self._form.payload(values_K, blocks_B, slot, self.wire)
 
     def _chosen(self, due_N: Tensor, count: int, *, finite: bool) -> Tensor:
-        """The numbers of the blocks, or, where these are of one entry, their places.
+        """Returns the numbers of the selected blocks, sorted; of blocks of one entry, the places.
 
-        Nothing can be estimated of what is not finite: it is among the largest.
+        A threshold cannot be estimated if entries are not finite; `top_k` selects these first.
         """
         if count == len(due_N):
             return torch.arange(-(-count // self._form.block), device=due_N.device)
@@ -119,7 +119,7 @@ class SparseCompressor(OfFormed):
         return above(due_N, count) if estimates else top_k(due_N, count)
 
     def due(self, slot: Slot, gradient: Gradient) -> tuple[Tensor, Tensor | None]:
-        """What a site would send, were it to send all: new, flat, in float32 at least.
+        """Returns the gradient plus the residual: new memory, flat, float32 or float64.
 
         Returns:
             With momentum correction `v = v + u` and `u = m u + g`, otherwise `v + g` and None.
@@ -140,14 +140,14 @@ class SparseCompressor(OfFormed):
         places_K: Tensor,
         arrives_K: Tensor,
     ) -> None:
-        """Remembers what was not sent, and no momentum of what was.
+        """Keeps the unsent part as the residual, and clears the momentum of the sent entries.
 
         Args:
-            slot: the slot.
-            due_N: as `due` says, and finite; changed in place.
-            velocity_N: likewise.
-            places_K: that were sent.
-            arrives_K: their values as they arrive.
+            slot: The slot.
+            due_N: First result of `due`, finite; changed in place.
+            velocity_N: Second result of `due`.
+            places_K: Places of the entries that were sent.
+            arrives_K: Values of these entries as receivers decode them.
         """
         if not self.settings.error_feedback:
             return
@@ -157,63 +157,63 @@ class SparseCompressor(OfFormed):
         self._memories[slot] = _Memory(due_N, velocity_N)
 
     def arriving(self, values_K: Tensor, dtype: torch.dtype) -> Tensor:
-        """As the receivers decode them."""
+        """Returns the values as receivers decode them."""
         if not self.wire:
             return values_K.to(dtype).to(values_K.dtype)
         rows = in_rows(values_K)
         return received(self.wire, rows).flatten()[: len(values_K)].to(values_K.dtype)
 
     def residual(self, slot: Slot) -> Gradient | None:
-        """What error feedback adds to the gradient of the next step."""
+        """Returns what error feedback adds to the gradient of the next step; None for nothing."""
         memory = self._memories[slot]
         if memory is None:
             return None
         return memory.residual_N.view(slot.groups, slot.outputs, slot.inputs)
 
     def commit(self, *, applied: bool) -> None:
-        """Keeps what the step left, or, if the step is void, what there was before it."""
+        """Keeps the step's memories and counts it if it is applied, else discards them."""
         self._memories.commit(applied=applied)
         self.steps += applied
         self.phase = self.settings.density_at(self.steps)
 
     def keep_before(self, places: Collection[Place]) -> None:
-        """What was not sent before the last step is kept, too."""
+        """Keeps the residuals of before the last committed step until `decide`."""
         self._memories.keep_before(places)
 
     def decide(self, places: Collection[Place], *, used: bool) -> None:
-        """It is forgotten, or holds again."""
+        """Drops what `keep_before` kept, or restores it if the gradients were not used."""
         self._memories.decide(places, used=used)
 
-    # -- handed over ----------------------------------------------------------------------------
+    # -- change of the method -------------------------------------------------------------------
 
     def remembers(self, unit: Unit) -> bool:
-        """Unless it is told not to."""
+        """True if error feedback is on."""
         return self.settings.error_feedback
 
     def hand_over(self, slots: Sequence[Slot]) -> dict[Slot, Gradient]:
-        """Without the velocity, which belongs to this method alone."""
+        """Returns and forgets the residuals of these slots; their velocity is dropped."""
         shapes = {slot: (slot.groups, slot.outputs, slot.inputs) for slot in slots}
         found = self._memories.take_out(slots)
         return {slot: memory.residual_N.view(shapes[slot]) for slot, memory in found.items()}
 
     def take_over(self, slot: Slot, residual: Gradient) -> None:
-        """Adds to what it remembers itself, if anything."""
+        """Adds a residual to the slot's own one, if there is one."""
         own = self._memories[slot]
         whole_N = formed(residual).flatten()
         if own is not None:
             own = replace(own, residual_N=own.residual_N + whole_N)
         self._memories.put(slot, own or _Memory(whole_N))
 
-    # -- saved and loaded -----------------------------------------------------------------------
+    # -- state of a checkpoint ------------------------------------------------------------------
 
     def state(self) -> StateDict:
-        """Under "common" what all sites know, under "own" what differs between them."""
+        """Returns, under "common", what is equal on all sites and, under "own", what is not."""
         held = self._memories.held()
         memories = {place_name(place): _saved(memory) for place, memory in held.items()}
         return {"common": {"sparse": {"steps": self.steps}}, "own": {"memories": memories}}
 
     def load(self, inheritance: Inheritance) -> None:
-        """Goes on from the residuals of the sites that this one takes over."""
+        """Continues from the saved residuals that this site takes over."""
         self.steps = inheritance.first["common"]["sparse"]["steps"]
         self.phase = self.settings.density_at(self.steps)
         old = [state["own"]["memories"] for state in inheritance.residual]
@@ -228,11 +228,11 @@ class SparseCompressor(OfFormed):
         )
 
     def reveals(self, unit: Unit) -> str:
-        """What the coverage table says."""
+        """Returns what other sites learn from the unit, for the coverage table."""
         return "this site's gradient, its largest entries"
 
     def amount(self, unit: Unit) -> str:
-        """The density of the next step, and which entries."""
+        """Returns the density of the next step and the selection, for the coverage table."""
         which = _WHICH[self.settings.select].format(block=self.settings.block)
         return f"{100 * self.settings.density_at(self.steps):.3g}% of the entries, {which}"
 

@@ -1,4 +1,4 @@
-"""How entries stand in a message."""
+"""Form of sparse entries in a message."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from outergrad.linalg.selection import entries_of
 from outergrad.messages import places
 
 _WIDTH = 256
-"""Values that a codec takes for one row at most: those of `og.wire.Int8` share a step."""
+"""Largest number of values in a row for codecs: `og.wire.Int8` has one step per row."""
 
 
 @dataclass(frozen=True)
 class EntriesForm:
-    """Values and the places of their blocks, as bytes.
+    """Values, and the places of their blocks as bytes.
 
     Attributes:
-        block: entries of a block; 1 where each entry has a place of its own.
+        block: Entries of a block; 1 where each entry has a place of its own.
     """
 
     block: int = 1
@@ -32,22 +32,22 @@ class EntriesForm:
     def fields(
         self, slot: Slot, count: int, dtype: torch.dtype, bias: torch.dtype | None, codecs: Codecs
     ) -> list[Field]:
-        """Values, in rows for the codecs, and places, unless all are sent."""
+        """Returns the fields: values, in rows for codecs, and places unless all are sent."""
         size = places.nbytes(*self.blocks(slot, count))
         of_places = [Field((size,), torch.uint8)] if size else []
         return [Field(value_shape(count, coded=bool(codecs)), dtype, codecs), *of_places]
 
     def payload(self, values_K: Tensor, blocks_B: Tensor, slot: Slot, codecs: Codecs) -> Payload:
-        """What is written of the entries of some blocks."""
+        """Returns the payload of the entries of these blocks."""
         blocks, chosen = self.blocks(slot, len(values_K))
         values = in_rows(values_K) if codecs else values_K
         return [values] if chosen == blocks else [values, places.packed(blocks_B, blocks)]
 
     def read(self, tensors: Sequence[Tensor], slot: Slot, count: int) -> Entries:
-        """The entries.
+        """Returns the entries.
 
         Raises:
-            ValueError: the bytes of the places are none.
+            ValueError: The bytes are not those of valid places.
         """
         values_K, *content = tensors[0].flatten()[:count], *tensors[1:]
         packed = (
@@ -58,21 +58,21 @@ class EntriesForm:
         return Entries(values_K, self.places(blocks_B, slot.numel), shape)
 
     def places(self, blocks_B: Tensor, numel: int) -> Tensor:
-        """Of all entries of some blocks."""
+        """Returns the places of all entries of these blocks."""
         return blocks_B if self.block == 1 else entries_of(blocks_B, numel, self.block)
 
     def blocks(self, slot: Slot, count: int) -> tuple[int, int]:
-        """How many there are, and how many have so many entries."""
+        """Returns the number of blocks of a slot, and the number of blocks with `count` entries."""
         return -(-slot.numel // self.block), -(-count // self.block)
 
 
 def value_shape(count: int, *, coded: bool) -> tuple[int, ...]:
-    """Of so many values: where codecs take rows, in as few as can be, of about equal length."""
+    """Returns (count,), or for codecs the shape of few rows of about equal length."""
     rows = -(-count // _WIDTH)
     return (rows, -(-count // rows)) if coded else (count,)
 
 
 def in_rows(values_K: Tensor) -> Tensor:
-    """With zeros behind them."""
+    """Returns the values in rows for codecs, padded with zeros."""
     rows, width = value_shape(len(values_K), coded=True)
     return pad(values_K, (0, rows * width - len(values_K))).view(rows, width)

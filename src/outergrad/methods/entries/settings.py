@@ -1,4 +1,4 @@
-"""What sparse methods are told."""
+"""Settings of sparse methods."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Select = Literal["threshold", "topk", "blocks", "random", "random_blocks"]
 
 _FIRST_DENSITY = 0.25
 _STAGES = 4
-"""Of a warm-up: each sends the same part of what the one before it sent."""
+"""Stages of a warm-up; the density falls by the same factor from each to the next."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SparseSettings(Settings):
-    """As in `Sparse`, where they are explained."""
+    """Settings of sparse methods; `Sparse` documents them."""
 
     density: float = 0.01
     select: Select = "threshold"
@@ -32,7 +32,6 @@ class SparseSettings(Settings):
     every: int = 1
 
     def __post_init__(self) -> None:
-        """Checks the settings."""
         super().__post_init__()
         require(0 < self.density <= 1, self, "density", "a number in (0, 1]")
         require(self.select in get_args(Select), self, "select", f"one of {get_args(Select)}")
@@ -49,11 +48,11 @@ class SparseSettings(Settings):
 
     @property
     def codecs(self) -> Codecs:
-        """What `wire` has become."""
+        """Codecs of `wire`, as a tuple."""
         return cast(Codecs, self.wire)
 
     def density_at(self, step: int) -> float:
-        """Of the shared step of this number: higher in a warm-up."""
+        """Returns the density of a shared step, by its number: higher during the warm-up."""
         if step >= self.warmup or self.density >= _FIRST_DENSITY:
             return self.density
         stage = step * _STAGES // self.warmup
@@ -61,10 +60,10 @@ class SparseSettings(Settings):
 
     @property
     def sums(self) -> bool:
-        """Whether the places are the same on all sites, so that values can be added up."""
+        """True if all sites select the same places, so that values can be summed."""
         return self.select.startswith("random")
 
     @property
     def chosen_together(self) -> int:
-        """How many consecutive entries are sent or left out together."""
+        """Number of consecutive entries that are sent or left out together."""
         return self.block if self.select.endswith("blocks") else 1

@@ -1,4 +1,4 @@
-"""The same entries of all sites: no places are sent, and values are added up."""
+"""Random entries common to all sites: no places are sent, and values are all-reduced."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from outergrad.methods.entries.settings import SparseSettings
 
 
 class Remembering(Protocol):
-    """What `SparseCompressor` does for it."""
+    """Part of `SparseCompressor` that `SharedEntries` uses."""
 
     settings: SparseSettings
     steps: int
 
     def count(self, slot: Slot) -> int:
-        """K of this step."""
+        """Returns K, the number of entries of a slot that are sent in this step."""
         ...
 
     def due(self, slot: Slot, gradient: Gradient) -> tuple[Tensor, Tensor | None]:
-        """What a site would send, were it to send all, and the velocity."""
+        """Returns the gradient plus the residual, and the velocity."""
         ...
 
     def arriving(self, values_K: Tensor, dtype: torch.dtype) -> Tensor:
-        """Values as they arrive."""
+        """Returns the values as receivers decode them."""
         ...
 
     def keep(
@@ -44,12 +44,12 @@ class Remembering(Protocol):
         places_K: Tensor,
         arrives_K: Tensor,
     ) -> None:
-        """Remembers what was not sent."""
+        """Keeps the unsent part as the residual."""
         ...
 
 
 class SharedEntries(Sketches):
-    """The same random entries of all sites, added up: one all-reduce of their values."""
+    """Sketch of random entries common to all sites: one all-reduce of their values."""
 
     rounds = 1
 
@@ -58,15 +58,15 @@ class SharedEntries(Sketches):
         self._begun: dict[Slot, Tensor] = {}
 
     def columns(self, slot: Slot) -> int:
-        """K."""
+        """Returns K."""
         return self._entries.count(slot)
 
     def shape(self, slot: Slot) -> tuple[int, ...]:
-        """One number per entry."""
+        """Returns (K,): one number per entry."""
         return (self.columns(slot),)
 
     def begin(self, slot: Slot, gradient: Gradient) -> Tensor:
-        """The values of this site; NaN, for all sites to see, where its gradient is not finite."""
+        """Returns this site's values; NaN, for all sites to see, if its gradient is not finite."""
         due_N, velocity_N = self._entries.due(slot, gradient)
         places_K = self._begun[slot] = self._drawn(slot, due_N.device)
         values_K = due_N[places_K]
@@ -78,13 +78,13 @@ class SharedEntries(Sketches):
         return values_K
 
     def _drawn(self, slot: Slot, device: torch.device) -> Tensor:
-        """Other ones in every step and for every weight."""
+        """Returns places that differ between steps and between weights, but not between sites."""
         own = zlib.crc32(place_name(slot.place).encode())
         seed = (self._entries.settings.seed << 96) + (own << 64) + self._entries.steps
         blocks_B = random_k(*self._form.blocks(slot, self.columns(slot)), seed, device)
         return self._form.places(blocks_B, slot.numel)
 
     def end(self, slot: Slot, z: Tensor, sites: int) -> Entries:
-        """The mean at the places."""
+        """Returns the mean over the sites at the places."""
         shape = slot.groups, slot.outputs, slot.inputs
         return Entries(widened(z) / sites, self._begun.pop(slot), shape)

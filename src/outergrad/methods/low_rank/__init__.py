@@ -1,1 +1,1 @@
-"""Low-rank methods: triplets that are gathered or merged, and sketches that are summed."""
+"""Low-rank methods: triplets that are gathered or merged, and sketches that are all-reduced."""

@@ -1,4 +1,4 @@
-"""Sketches whose two factors take turns: one sum of one thin matrix a step."""
+"""Alternating sketches: one all-reduce of one thin matrix per step, on one side in turn."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from outergrad.methods.low_rank.sketches import Subspace
 
 
 class _Begun(NamedTuple):
-    """A slot between its two halves of a step.
+    """State of a slot between `begin` and `end` of a step.
 
     Attributes:
-        basis_GWK: the directions that all sites have.
-        left: whether these are of its outputs.
-        residual: what is left of this site's part.
+        basis_GWK: Directions common to all sites.
+        left: True if they are directions of the outputs.
+        residual: Unsent part of this site's gradient.
     """
 
     basis_GWK: Tensor
@@ -34,14 +34,14 @@ class _Begun(NamedTuple):
 
 
 class AlternatingSketches(Subspace):
-    """Half a step of block subspace iteration on the mean gradient per step of training.
+    """Half a step of block subspace iteration on the mean gradient per training step.
 
-    Of `M = mean_s M_s` and P, orthonormal, which all sites have: `Z = Mᵀ P`, the estimate is
-    `P Zᵀ`, and `Q = orth(Z)`. The next step is the same of Mᵀ: `Y = M Q`, `Y Qᵀ`, `P = orth(Y)`.
-    One sum travels in a step, of half the bytes of both. Source: Zhang, Zhang, Shi, Chu and Li,
-    ACP-SGD, 2023, here on the factors. What a site could not send is `(1 - P Pᵀ) M_s`, of which
-    the memory keeps as many directions as it may, found in the same product: its two sides take
-    turns, too.
+    Let `M = mean_s M_s`, and P be orthonormal and equal on all sites. The sketch is `Z = Mᵀ P`, the
+    estimate is `P Zᵀ`, and `Q = orth(Z)`. The next step treats Mᵀ likewise: `Y = M Q`, `Y Qᵀ`, and
+    `P = orth(Y)`. A step has one all-reduce, of half the bytes of both. Source: Zhang, Zhang, Shi,
+    Chu and Li, ACP-SGD, 2023, here on the factors. The unsent part of a site is `(1 - P Pᵀ) M_s`.
+    The memory keeps as many of its directions as it may, found in the same product: its two sides
+    take turns, too.
 
     Letters: W is the width of the side whose directions are known, V that of the other one.
     """
@@ -53,11 +53,11 @@ class AlternatingSketches(Subspace):
         self._begun: dict[Slot, _Begun] = {}
 
     def shape(self, slot: Slot) -> tuple[int, ...]:
-        """(G, V, K); with a tolerance flat, and the norm of what is missed behind it."""
+        """Returns (G, V, K); with a tolerance flat, and the norm of the rest behind it."""
         return self._shape(slot, left=self._is_left(slot))
 
     def shape_ahead(self, slot: Slot) -> tuple[int, ...]:
-        """Of the other side, if as many columns are wanted again."""
+        """Returns the shape for the other side, if K stays as it is."""
         return self._shape(slot, left=not self._is_left(slot))
 
     def _shape(self, slot: Slot, *, left: bool) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ class AlternatingSketches(Subspace):
         return memory is not None and memory.left
 
     def begin(self, slot: Slot, gradient: Gradient) -> Tensor:
-        """`M_sᵀ P` or `M_s Q`, and what it leaves is remembered."""
+        """Returns `M_sᵀ P` or `M_s Q`, and keeps the unsent rest for `end`."""
         memory, columns, left = self._memories[slot], self.columns(slot), self._is_left(slot)
         residual = residual_of(memory)
         whole_GOI, matrix, count = self._matrix(slot, gradient, residual, columns)
@@ -91,26 +91,26 @@ class AlternatingSketches(Subspace):
     def _matrix(
         self, slot: Slot, gradient: Gradient, residual: Gradient | None, columns: int
     ) -> tuple[Tensor | None, Product | Total, int]:
-        """`M_s`, itself where all of it is remembered, and for how many directions it is needed."""
+        """Returns `M_s`, also formed if all of its rest is kept, and the number of directions."""
         if self._settings.keeps_whole(Part(slot, gradient, columns), residual):
             whole_GOI = formed(gradient, residual)
             return whole_GOI, unscaled(whole_GOI), columns
         assert not isinstance(residual, Tensor)
         count = columns + self._memory_rows(slot, columns)
-        # one product with the gradient, where a sweep has two
+        # a sweep counts as two products, and there is only one: half of the columns
         main = cheapest(unscaled(gradient), -(-count // 2), 1, with_energy=False)
         others = () if residual is None else (unscaled(residual),)
         return None, total(main, *others), count
 
     def end(self, slot: Slot, z: Tensor, sites: int) -> Factors:
-        """`P Zᵀ / S` or `Y Qᵀ / S` as factors of K rows."""
+        """Returns `P Zᵀ / S` or `Y Qᵀ / S` as factors of K rows."""
         basis_GWK, left, rest = self._begun.pop(slot)
         mean, wanted = z.to(basis_GWK.dtype) / sites, None
         if self._settings.tolerance:
             mean, rest_norm = mean[:-1].view(len(basis_GWK), -1, basis_GWK.shape[2]), mean[-1]
             directions_GVK, wanted = self._adapted(mean, rest_norm)
         else:
-            # by itself, so that it is the same to the last bit on all sites
+            # apart from this site's own directions, so that it is bit-equal on all sites
             directions_GVK = self._basis(mean)
         if math.isfinite(directions_GVK.sum().item()):
             memory = Memory(directions_GVK, rest, wanted, left=not left)
@@ -118,12 +118,11 @@ class AlternatingSketches(Subspace):
         return _factors(basis_GWK, mean, left=left)
 
     def forget(self) -> None:
-        """Drops what a step that came to nothing left half done."""
+        """Drops the unfinished state of a discarded step."""
         self._begun.clear()
 
 
 def _factors(basis_GWR: Tensor, image_GVR: Tensor, *, left: bool) -> Factors:
-    """The gradient that a sketch stands for."""
     pair = basis_GWR.mT, image_GVR.mT
     return Factors(*pair) if left else Factors(*pair[::-1])
 
@@ -131,7 +130,7 @@ def _factors(basis_GWR: Tensor, image_GVR: Tensor, *, left: bool) -> Factors:
 def _rest(
     whole_GOI: Tensor | None, basis_GWL: Tensor, image_GVL: Tensor, columns: int, *, left: bool
 ) -> Gradient | None:
-    """What is left of this site's part: all of it, or along the directions that are not sent."""
+    """Returns the unsent part: all of it, computed in `whole_GOI`, or along unsent directions."""
     if whole_GOI is not None:
         sent = _factors(basis_GWL, image_GVL, left=left)
         return whole_GOI.baddbmm_(sent.d_GRO.mT, sent.a_GRI, alpha=-1)
@@ -141,9 +140,9 @@ def _rest(
 
 
 def _directions(matrix: Product | Total, memory: Memory | None, columns: int, count: int) -> Tensor:
-    """Orthonormal ones, (G, W, L): K that all sites have, then those of what is remembered.
+    """Returns orthonormal directions (G, W, L): K common ones, then those of this site's memory.
 
-    Fixed random ones stand in the place of those that are missing.
+    Fixed random directions replace those that are missing.
     """
     like_GNW = matrix.scale_G.new_empty(len(matrix.scale_G), 0, matrix.outputs, dtype=matrix.dtype)
     known = memory.q_GIR if memory is not None and memory.q_GIR.shape[2] else None
@@ -155,7 +154,7 @@ def _directions(matrix: Product | Total, memory: Memory | None, columns: int, co
     if memory is not None and isinstance(memory.residual, Factors):
         kept = memory.residual.d_GRO if memory.left else memory.residual.a_GRI
         kept_GWR = near_one(kept.mT).to(shared_GWK)
-    else:  # nothing is known yet: an iteration of this site's own
+    else:  # no memory yet: one iteration on this site's own gradient
         random_GWR = start(like_GNW, count - columns, None)
         kept_GWR = near_one(matrix.times(near_one(matrix.transposed_times(random_GWR))))
     both_GWL = start(like_GNW, count, torch.cat([shared_GWK, kept_GWR], dim=2))

@@ -1,4 +1,4 @@
-"""Gradients that one iteration is enough for: several small ones as one batch of matrices."""
+"""Batches of small gradients that are compressed together, by one warm iteration."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from outergrad.linalg.subspace import warm_iteration
 from outergrad.linalg.total import total
 
 _LARGE = 1 << 17
-"""Elements of a gradient that takes longer to copy than it saves to compute it with others."""
+"""Elements from which copying a gradient into a batch takes longer than the batch saves."""
 
 _PADDING = 1 << 14
-"""Zeros in a batch that cost less to compute with than another batch costs to start."""
+"""Zeros of padding up to which a larger batch costs less than one more batch."""
 
 
 class Warm(NamedTuple):
-    """What can be compressed from where the last step ended.
+    """A part that can be compressed from the directions of the last step.
 
     Attributes:
-        part: what is to be sent.
-        residual: what was not sent before, if anything.
-        whole: whether all of what is not sent now is kept, as a matrix; then `gradient` is
-            formed, and `residual` a matrix.
-        x_GIK: directions that were leading, with fixed random ones where these were fewer.
-        columns: how many to iterate on.
+        part: Part that is to be sent.
+        residual: Unsent part of earlier steps, if any.
+        whole: True if the whole unsent part is kept as a matrix; then the part's gradient is
+            formed, and `residual` is a matrix.
+        x_GIK: Leading directions of the last step, completed by fixed random ones.
+        columns: Number of directions to iterate on.
     """
 
     part: Part
@@ -44,7 +44,7 @@ class Warm(NamedTuple):
 
     @property
     def form(self) -> Form:
-        """What decides who is computed together."""
+        """Key that decides which parts share a batch."""
         gradient = self.part.gradient
         tensors = (gradient,) if isinstance(gradient, Tensor) else gradient[:2]
         shapes, dtypes = zip(*[(t.shape, t.dtype) for t in tensors], strict=True)
@@ -53,12 +53,12 @@ class Warm(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """The triplets of one or several slots, of all as many rows.
+    """Triplets of one or several slots, equally many for each.
 
     Attributes:
-        parts: what they are of.
-        triplets: the groups of all slots behind each other, padded to one shape.
-        whole_GOI: what they were found of, if all that is not sent is kept.
+        parts: Parts of these slots.
+        triplets: Triplets, with the groups of all slots behind each other, padded to one shape.
+        whole_GOI: Matrices that were decomposed, if the whole unsent part is kept.
     """
 
     parts: Sequence[Part]
@@ -67,27 +67,27 @@ class Found:
 
     @property
     def slots(self) -> list[Slot]:
-        """Of the parts."""
+        """Slots of the parts."""
         return [part.slot for part in self.parts]
 
     @property
     def rows(self) -> int:
-        """That are sent of each."""
+        """Number of triplets that are sent of each slot."""
         return self.parts[0].rows
 
     @property
     def leading(self) -> LowRank:
-        """The triplets that are sent."""
+        """Triplets that are sent."""
         return self.triplets.leading(self.rows)
 
     def sent(self) -> dict[Slot, Factors]:
-        """The same by slot."""
+        """Returns the triplets that are sent, as factors by slot."""
         slots = self.slots
         return dict(zip(slots, apart(self.leading.factors(self.rows), slots), strict=True))
 
 
 class Form(NamedTuple):
-    """The same but for the shapes goes together."""
+    """Key of a batch: parts whose keys differ in the shapes alone share one."""
 
     rows: int
     has_residual: bool
@@ -97,11 +97,11 @@ class Form(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of all tensors."""
+        """Number of elements of all tensors."""
         return sum(shape.numel() for shape in self.shapes)
 
     def behind(self, other: Form) -> Form | None:
-        """Of the batch in which this one stands behind another, padded; None if it cannot."""
+        """Returns the key of a padded batch, this one behind `other`; None if they differ."""
         if self[:4] != other[:4]:
             return None
         pairs = zip(other.shapes, self.shapes, strict=True)
@@ -111,7 +111,7 @@ class Form(NamedTuple):
 
 @lru_cache(maxsize=256)
 def bundles(forms: tuple[Form, ...]) -> list[list[int]]:
-    """Who is computed together, by their places; large ones alone."""
+    """Returns the indices of each batch; a large gradient has a batch of its own."""
     found: list[tuple[list[int], Form]] = []
     for i in sorted(range(len(forms)), key=lambda i: -forms[i].numel):
         for k, (places, batch) in enumerate(found):
@@ -127,10 +127,10 @@ def bundles(forms: tuple[Form, ...]) -> list[list[int]]:
 
 
 def compress_together(members: Sequence[Warm]) -> tuple[LowRank, Tensor | None]:
-    """All triplets of their sums, by one iteration, and the sums, where all of them is kept.
+    """Returns the triplets of gradients plus residuals, and these sums where they are kept whole.
 
-    Groups stand behind each other, padded to one shape. What the members have not sent is taken
-    to be in the same form.
+    One iteration serves all members. Their groups are behind each other, padded to one shape. The
+    members' residuals must be of one kind, factors or matrices.
     """
     first = members[0]
     columns = max(warm.columns for warm in members)
@@ -146,11 +146,11 @@ def compress_together(members: Sequence[Warm]) -> tuple[LowRank, Tensor | None]:
 
 
 def without(whole_GOI: Tensor, sent: LowRank | Factors) -> Tensor:
-    """What is left of a matrix, in its place."""
+    """Subtracts what is sent from a matrix, in place."""
     return whole_GOI.baddbmm_(sent.d_GRO.mT, sent.a_GRI, alpha=-1)
 
 
 def _contiguous(factors: Gradient) -> Factors:
-    """The same layout whether it was saved and loaded or not: so that products round alike."""
+    """Copies to the layout of loaded factors, so that products round alike after a checkpoint."""
     assert isinstance(factors, Factors)
     return Factors(factors.d_GRO.contiguous(), factors.a_GRI.contiguous())

@@ -1,4 +1,4 @@
-"""A budget of bytes per step, shared out over the layers by what their next triplet is worth."""
+"""Budget of bytes per step, divided among layers by the energy per byte of their next triplet."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from outergrad.methods.low_rank.prices import Prices, sides
 from outergrad.methods.low_rank.settings import LowRankSettings
 
 _NEAR = (1e-100, 1e100)
-"""Singular values that can be squared."""
+"""Range of singular values whose squares stay in the range of float64."""
 _OFTEN = 16
-"""Steps from one sharing out to the next, and steps that a mean of energies goes over: steps in
-between are alike, which saves a plan of each."""
+"""Steps from one division of the budget to the next, and steps of the mean of energies: ranks are
+constant in between, which saves new plans."""
 _SHARES = 64
-"""In how many parts a budget is tried out where layers have owners."""
+"""Number of parts of the budget that are tried where layers have owners."""
 
 
 class Budget:
-    """How many triplets every site sends of each layer: at least one, and no byte too many.
+    """Number of triplets that every site sends of each layer: at least one, within the budget.
 
-    A site shares its bytes out by the spectra that it found in the steps before: the next triplet
-    goes to the layer where its energy per byte is largest. It does so after 1, 2, 4, 8 and 16
-    steps, and then after every 16. It tells the others so in the step that follows, and all go by
-    it from the one after that on: if they were told of all layers, as what is told of some does
-    not fit what was told of others.
+    A site divides its bytes by the spectra of the steps before: the next triplet goes to the layer
+    where its energy per byte is largest. It does so after 1, 2, 4, 8 and 16 steps, and then after
+    every 16. It announces the result in the following step, and all sites apply it from the step
+    after that. They apply it only if every site has announced all of its layers, because ranks of
+    different divisions do not fit together.
 
-    Where layers have owners, all sites send the same number of triplets of a layer, and get as many
-    back: about the mean of what they would send. Where these numbers change, layers get other
-    owners, so that all sites send about the same number of bytes.
+    Where layers have owners, all sites send the same number of triplets of a layer and receive as
+    many merged ones: about the mean of what they would send. Where these numbers change, layers get
+    other owners, so that all sites send about the same number of bytes.
 
     Args:
-        settings: with the rank that fits all layers alike.
-        matrices: of what travels at low rank.
-        prices: of them.
-        nbytes: the budget.
+        settings: Settings, with the largest rank that fits all layers alike.
+        matrices: Matrices of the units at low rank.
+        prices: Bytes of their triplets.
+        nbytes: Budget, bytes per step.
         sites: S.
     """
 
@@ -66,8 +66,7 @@ class Budget:
         self._energies: dict[Place, list[float]] = {}
         self._seen = 0
         self._unit: float | None = None
-        """Of singular values, so that their squares are within range: of the first that is known.
-        """
+        """Unit of singular values that keeps their squares in range, from the first ones noted."""
         self._found: dict[Place, list[float]] = {}
         alike = {m.place: [(k + 1.0) ** -2 for k in range(min(sides(m)))] for m in matrices}
         self._first = self._shared_out(alike)
@@ -76,24 +75,24 @@ class Budget:
             self._owners = self._shares(self._first)
 
     def rows(self, slot: Slot, site: int) -> int:
-        """What a site sends in this step, and its owner, if it has one, to all."""
+        """Returns the number of triplets that a site, or the merging owner, sends in this step."""
         return self._rows.get((slot.place, site), self._first.get(slot.place, 1))
 
     def owner(self, slot: Slot) -> int | None:
-        """Who merges it in this step, if anyone does."""
+        """Returns the site that merges the slot in this step; None without owners."""
         return self._owners.get(slot.place)
 
     def wanted_rows(self, slot: Slot) -> int:
-        """What this site would send, by the spectra of the last step."""
+        """Returns the number of triplets that this site would send, by its last division."""
         return self._wanted.get(slot.place, self._first.get(slot.place, 1))
 
     def agree(self, slot: Slot, site: int, rows: int) -> None:
-        """What a site has told in this step."""
+        """Records the number of triplets that a site has announced in this step."""
         if not slot.vector:
             self._told[slot.place, site] = max(1, min(rows, *sides(slot)))
 
     def note(self, slot: Slot, sigma_GR: torch.Tensor) -> None:
-        """The singular values of a layer, all that were found."""
+        """Records all singular values that were found of a layer."""
         sigma_GR = sigma_GR.double()
         if self._unit is None and (largest := sigma_GR.amax().item() if sigma_GR.numel() else 0.0):
             far = math.isfinite(largest) and not _NEAR[0] < largest < _NEAR[1]
@@ -101,7 +100,7 @@ class Budget:
         self._found[slot.place] = (sigma_GR / (self._unit or 1.0)).square().sum(dim=0).tolist()
 
     def commit(self, *, applied: bool) -> None:
-        """The step is over."""
+        """Ends a step; if it is applied, adopts announced ranks and divides the budget if due."""
         if applied:
             if len(self._told) == len(self._matrices) * self._sites:
                 self._settle(self._told)
@@ -114,7 +113,6 @@ class Budget:
         self._told, self._found = {}, {}
 
     def _settle(self, told: dict[tuple[Place, int], int]) -> None:
-        """What all send from now on."""
         if self._prices.way == Route.GATHER:
             self._rows = told
         elif told != self._heard:
@@ -125,12 +123,12 @@ class Budget:
             self._owners = self._shares(rows)
 
     def _common(self, sums: Mapping[Place, int]) -> dict[Place, int]:
-        """Rows that the busiest owner's bytes are enough for: the mean over the sites, or near it.
+        """Returns rows that fit the busiest owner's budget: the mean over the sites, or nearly.
 
-        Counted in whole numbers that all sites know, so that they come to the same.
+        Integers that all sites know give the same result on all of them.
 
         Args:
-            sums: of the rows that the sites would send.
+            sums: Rows that the sites would send, summed over the sites.
         """
         sites = self._sites
 
@@ -142,7 +140,7 @@ class Budget:
         waiting = [(sites * found[p] - rows, k) for k, (p, rows) in enumerate(sums.items())]
         heapq.heapify(waiting)
         places = list(sums)
-        while waiting:  # what was rounded off, where it is most
+        while waiting:  # undo rounding where it took most
             more, k = heapq.heappop(waiting)
             place = places[k]
             if more < 0 and self._fit(found | {place: found[place] + 1}):
@@ -154,16 +152,15 @@ class Budget:
         return self._prices.sent(self._sizes(rows)) <= self._for_triplets
 
     def _shares(self, rows: Mapping[Place, int]) -> dict[Place, int]:
-        """An owner of each layer and vector, for so many rows."""
         return owners(self._sizes(rows), self._sites)
 
     def _sizes(self, rows: Mapping[Place, int]) -> dict[Place, int]:
-        """Bytes of so many rows of each layer, and of the vectors."""
+        """Returns the bytes of these rows of each layer, and of the vectors."""
         sizes = {m.place: self._cost(m, rows[m.place]) for m in self._matrices}
         return sizes | {vector.place: self._cost(vector, 1) for vector in self._vectors}
 
     def _shared_out(self, energies: Mapping[Place, Sequence[float]]) -> dict[Place, int]:
-        """Rows of each layer: the most energy that the bytes can bring, triplet by triplet."""
+        """Returns the rows of each layer that have most energy, chosen triplet by triplet."""
         rows, spare = {matrix.place: 1 for matrix in self._matrices}, self._spare
         of = [energies.get(matrix.place, ()) for matrix in self._matrices]
         pairs = zip(self._matrices, of, strict=True)
@@ -181,12 +178,12 @@ class Budget:
         return rows
 
     def _worth(self, matrix: Slot, rows: int, energies: Sequence[float]) -> float:
-        """Energy per byte of the triplet behind so many; nothing of one that is not known."""
+        """Returns the energy per byte of the next triplet; 0 if it is not known."""
         known = rows < min(len(energies), *sides(matrix))
         return energies[rows] / max(1, self._more(matrix, rows)) if known else 0.0
 
     def _more(self, matrix: Slot, rows: int) -> float:
-        """Bytes that a site sends for one more."""
+        """Returns the bytes that a site sends for one more triplet."""
         return self._prices.copies * (self._cost(matrix, rows + 1) - self._cost(matrix, rows))
 
     def _cost(self, matrix: Slot, rows: int) -> int:
@@ -194,16 +191,16 @@ class Budget:
             self._costs[matrix, rows] = self._prices.triplets(self._settings, matrix, rows)
         return self._costs[matrix, rows]
 
-    # -- saved and loaded -----------------------------------------------------------------------
+    # -- state of a checkpoint ------------------------------------------------------------------
 
     def common_state(self) -> StateDict:
-        """Per place, the rows that every site will send."""
+        """Returns, by place, the rows that every site will send."""
         sites = range(self._sites if self._rows else 0)
         of = {m.place: [self._rows[m.place, site] for site in sites] for m in self._matrices}
         return {"sent_rows": {place_name(place): rows for place, rows in of.items() if rows}}
 
     def own_state(self) -> StateDict:
-        """Per place, what this site would send, and the energies that it goes by."""
+        """Returns, by place, the rows that this site would send and the mean energies."""
         return {
             "wanted_rows": {place_name(place): rows for place, rows in self._wanted.items()},
             "energies": {place_name(place): found for place, found in self._energies.items()},
@@ -211,7 +208,7 @@ class Budget:
         }
 
     def load(self, inheritance: Inheritance) -> None:
-        """Goes on, unless there are more or fewer sites: then rows cost something else."""
+        """Continues from a saved state; starts anew at another number of sites: costs differ."""
         self._rows, self._wanted, self._energies, self._seen = {}, {}, {}, 0
         if not inheritance.same_sites:
             return
@@ -229,17 +226,17 @@ class Budget:
 
 
 def stands(unit: Unit) -> bool:
-    """Whether its layers are the matrices that a budget is shared out over, and none is by id."""
+    """True if the unit's slots are the matrices of a budget, and none is a lookup."""
     places = {matrix.place for matrix in unit.matrices}
     return all(slot.place in places and not slot.lookup for slot in unit.slots)
 
 
 def _mean(before: Sequence[float], found: Sequence[float], share: float) -> list[float]:
-    """With so large a share of what was found now; where there is only one of both, that."""
+    """Returns the mean with weight `share` for new values; unmatched values are kept."""
     both = [old + share * (new - old) for old, new in zip(before, found, strict=False)]
     return [*both, *found[len(both) :], *before[len(both) :]]
 
 
 def _is_due(steps: int) -> bool:
-    """Whether to share out again after so many: often at first, when layers are still to grow."""
+    """True if the budget is divided after this step: often at first, while layers grow."""
     return steps % _OFTEN == 0 if steps >= _OFTEN else steps & (steps - 1) == 0

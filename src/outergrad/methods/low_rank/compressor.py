@@ -1,4 +1,4 @@
-"""What stands behind `RankDAD` and `PowerSGD`: what is sent of a layer, and what is remembered."""
+"""Compressor of `RankDAD` and `PowerSGD`: payload of each layer, and error feedback."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from outergrad.methods.low_rank.vectors import RowsAndBias, Vectors
 
 
 class LowRankCompressor(LowRankRouting):
-    """The compressor of `RankDAD` and of `PowerSGD`."""
+    """Sends triplets or sketches of gradients, or exact factors where they are fewer bytes."""
 
     takes_plain = True
     exact = False
@@ -68,7 +68,7 @@ class LowRankCompressor(LowRankRouting):
             self.needs = frozenset({Capability.ALL_TO_ALL})
 
     def settle_budget(self, units: Sequence[Unit], whole: Whole) -> None:
-        """Goes by the largest rank that fits it in all layers alike, to say what travels how."""
+        """Sets the largest rank that fits the budget in all layers alike, to choose routes by."""
         if self._settings.budget is None or self.cost is None or self.cost.sites == 1:
             return
         way = self._low_rank_route(self.cost.sites)
@@ -79,10 +79,10 @@ class LowRankCompressor(LowRankRouting):
         self._budget = Budget(settings, matrices, prices, nbytes, self.cost.sites)
         self._build(settings)
 
-    # -- gathered -------------------------------------------------------------------------------
+    # -- payload --------------------------------------------------------------------------------
 
     def sent_rows(self, slot: Slot, rows: int, site: int) -> int:
-        """All rows of an exact layer; else as many triplets as the site wanted, or as there are."""
+        """Returns all rows of an exact layer, else the triplets that the site has announced."""
         exact = exact_rows(slot, rows)
         if slot.vector or (slot.lookup and self._budget is None):
             return exact
@@ -91,9 +91,9 @@ class LowRankCompressor(LowRankRouting):
         return self._gathered.sent_rows(slot, min(exact, self._settings.rank), site)
 
     def payload_bytes(self, slot: Slot, count: int) -> int:
-        """Of one rank where ranks change, so that the same layers share a message in all steps.
+        """Returns the bytes that fill messages, by a constant rank where ranks change.
 
-        With a budget as it is written: these messages are to be few.
+        So layers share a message in all steps. A budget counts encoded bytes, for few messages.
         """
         if self._budget is not None:
             return rows_in_messages(self._settings, slot)
@@ -102,23 +102,23 @@ class LowRankCompressor(LowRankRouting):
         return super().payload_bytes(slot, count) // (1 + self._settings.alternates)
 
     def codecs(self, slot: Slot) -> Codecs:
-        """All that it was given, unless what they lose could not be remembered."""
+        """Returns the codecs of a slot, without those whose loss could not be remembered."""
         return self._sizes.codecs(slot)
 
     def sends_bias(self, slot: Slot) -> bool:
-        """Triplets have no row sums to take it from."""
+        """True if the slot has a bias: triplets have no row sums to compute it from."""
         return slot.bias is not None
 
     def wanted_rows(self, slot: Slot) -> int:
-        """The rank that the tolerance asks for, or that its share of the budget pays for."""
+        """Returns the rank that this site wants next, by the tolerance or by its budget."""
         return (self._budget or self._gathered).wanted_rows(slot)
 
     def agree(self, slot: Slot, site: int, rows: int) -> None:
-        """What the site will send in the next step."""
+        """Records the number of triplets that a site will send in the next step."""
         (self._budget or self._gathered).agree(slot, site, rows)
 
     def compress(self, parts: Sequence[Part]) -> list[Factors | EncodedRows]:
-        """The leading triplets of each gradient and of what was not sent of it before."""
+        """Returns the leading triplets of each gradient plus its residual."""
         vectors, others = self._vectors.split(parts)
         sent = self._gathered.compress(others)
         found = self._vectors.compressed(
@@ -127,33 +127,33 @@ class LowRankCompressor(LowRankRouting):
         return [found[part.slot] for part in parts]
 
     def residual(self, slot: Slot) -> Gradient | None:
-        """What error feedback adds to the gradient of the next step."""
+        """Returns what error feedback adds to the gradient of the next step; None for nothing."""
         return residual_of(self._memories[slot])
 
     def commit(self, *, applied: bool) -> None:
-        """Keeps what the step left, or, if the step is void, what there was before it."""
+        """Keeps the memories of the step if it is applied, those of before it otherwise."""
         self._memories.commit(applied=applied)
         if self._budget is not None:
             self._budget.commit(applied=applied)
         self._sketches.forget()
 
     def keep_before(self, places: Collection[Place]) -> None:
-        """What was not sent before the last step is kept, too."""
+        """Keeps the residuals of before the last committed step until `decide`."""
         self._memories.keep_before(places)
 
     def decide(self, places: Collection[Place], *, used: bool) -> None:
-        """It is forgotten, or holds again."""
+        """Drops what `keep_before` kept, or restores it if the gradients were not used."""
         self._memories.decide(places, used=used)
 
-    # -- handed over ----------------------------------------------------------------------------
+    # -- change of the method -------------------------------------------------------------------
 
     def remembers(self, unit: Unit) -> bool:
-        """Unless it is told not to; rows by id have no memory."""
+        """True if error feedback is on and the unit has no lookup, whose rows have no memory."""
         by_id = any(slot.lookup for slot in unit.slots)
         return self._settings.error_feedback is not None and not by_id
 
     def hand_over(self, slots: Sequence[Slot]) -> dict[Slot, Gradient]:
-        """Start directions are kept."""
+        """Returns and forgets the residuals of these slots; start directions are kept."""
         found: dict[Slot, Gradient] = {}
         for slot in slots:
             memory, residual = self._memories[slot], self.residual(slot)
@@ -163,17 +163,17 @@ class LowRankCompressor(LowRankRouting):
         return found
 
     def take_over(self, slot: Slot, residual: Gradient) -> None:
-        """Adds to what it remembers itself, if anything."""
+        """Adds a residual to the slot's own one, if there is one."""
         memory, own = self._memories[slot], residual_of(self._memories[slot])
         tensors = tensors_of(residual)
         start = memory or Memory(tensors[0].new_zeros(slot.groups, slot.inputs, 0))
         whole = residual if own is None else formed(residual, own)
         self._memories.put(slot, replace(start, residual=whole))
 
-    # -- saved and loaded -----------------------------------------------------------------------
+    # -- state of a checkpoint ------------------------------------------------------------------
 
     def state(self) -> StateDict:
-        """Under "common" what all sites know, under "own" what differs between them."""
+        """Returns, under "common", what is equal on all sites and, under "own", what is not."""
         gathered = self._budget or self._gathered
         way = {} if self.auto_way is None else {"low rank": self.auto_way.way.value}
         return {
@@ -182,9 +182,10 @@ class LowRankCompressor(LowRankRouting):
         }
 
     def load(self, inheritance: Inheritance) -> None:
-        """Sketches have to begin with the same directions everywhere, triplets need not.
+        """Continues from saved states.
 
-        At the same number of sites low rank travels as it did, whatever the link is now.
+        Sketches must start from the same directions on all sites, triplets need not. At the same
+        number of sites the saved route of low rank is kept, whatever the link is now.
         """
         way = inheritance.first["common"]["way"].get("low rank")
         known = self.auto_way and self.auto_way.way
@@ -198,7 +199,7 @@ class LowRankCompressor(LowRankRouting):
         self._sketches.forget()
 
     def reveals(self, unit: Unit) -> str:
-        """What the coverage table says."""
+        """Returns what other sites learn from the unit, for the coverage table."""
         if unit.slots and all(slot.lookup for slot in unit.slots):
             return "this site's gradient: the ids it looked up and their rows"
         return "this site's gradient, its largest parts"

@@ -1,4 +1,4 @@
-"""Estimates in bytes and seconds, by which low rank chooses how a unit travels."""
+"""Estimates of bytes and of time, by which low rank chooses the route of a unit."""
 
 from __future__ import annotations
 
@@ -12,52 +12,51 @@ from outergrad.methods.common import FLOAT_BYTES, row_bytes, tied_in_use, used_s
 from outergrad.methods.low_rank.settings import LowRankSettings
 
 _ENOUGH = 1.1
-"""A way that takes at most so many times as long as the fastest is as good, if its error is less:
-measured links and estimates are no more exact."""
+"""Ratio to the fastest route up to which one of smaller error is preferred: measured links and
+estimates are no more exact."""
 
 _THIN = 4
-"""A multiplication in a product with a thin matrix costs about as much as so many in one of full
-matrices, on a CPU."""
+"""Cost of a multiplication with a thin matrix, relative to one of full matrices, on a CPU."""
 
 _RECOMPUTED = 3
-"""Of the products that a gradient takes, one in so many is saved where gates are computed again:
-GRU and LSTM on a CPU (`benchmarks/recurrent.py`)."""
+"""One in this many of the products of a gradient is saved where gates are computed again: GRU and
+LSTM on a CPU (`benchmarks/recurrent.py`)."""
 
 WAYS = (Route.GATHER, Route.TWO_WAY, Route.REDUCE)
-"""By their error: gathered triplets bring rank S R, merged ones the best R of these; sketches
-follow the mean gradient from step to step."""
+"""Routes in the order of their error: gathered triplets have rank S R, merged ones the best R of
+these; sketches follow the mean gradient from step to step."""
 
 
 class Sizes:
-    """Bytes that a site sends to one other, as rows are written: so that all ways compare."""
+    """Encoded bytes that a site sends to one other site, comparable between routes."""
 
     def __init__(self, settings: LowRankSettings) -> None:
         self._settings = settings
 
     def codecs(self, slot: Slot) -> Codecs:
-        """The codecs of a slot; rows by id have no memory, so nothing of them may be dropped."""
+        """Returns a slot's codecs; rows by id have no memory, so error feedback allows no drops."""
         if slot.vector:
             return self._settings.vector_codecs
         wire = self._settings.codecs
         return without_drops(wire) if slot.lookup and self._settings.keeps_loss else wire
 
     def row(self, slot: Slot) -> int:
-        """Bytes of one row."""
+        """Returns the bytes of one row."""
         return row_bytes(slot, self.codecs(slot))
 
     def triplets(self, matrix: Slot) -> float:
-        """Bytes of triplets at full rank: a layer whose rank adapts does not change its way.
+        """Returns the bytes of triplets at full rank: a layer of adaptive rank keeps its route.
 
-        On average over two steps, where their sides take turns.
+        Where sides take turns, it is the mean of two steps.
         """
         both = min(self._settings.rank, matrix.outputs, matrix.inputs) * self.row(matrix)
         return both / 2 if self._settings.alternates else both
 
     def low_rank(self, unit: Unit, cost: CostModel, way: Route) -> float:
-        """Bytes of triplets or sketches, and of vectors, as if they were gathered.
+        """Returns the bytes of triplets or sketches and of vectors, as if they were gathered.
 
-        All-gathered factors cost a site (S - 1) times their size, a ring all-reduce and two ways
-        through the owners 2 (S - 1) / S times it.
+        All-gathered factors cost a site (S - 1) times their size; a ring all-reduce, and the two
+        rounds through owners, cost 2 (S - 1) / S times it.
         """
         if not unit.matrices:
             return math.inf
@@ -66,7 +65,7 @@ class Sizes:
         return (triplets + FLOAT_BYTES * numel) * cost.share(1, way)
 
     def exact(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> float:
-        """Bytes of factors that hold all of the gradient, on the site that has most."""
+        """Returns the bytes of exact factors on the site with most; inf if they are not sent."""
         if not unit.slots or tied_in_use(unit, rows_SK) or not self._settings.taps:
             return math.inf
         by_id = any(slot.lookup for slot in unit.slots)
@@ -75,10 +74,10 @@ class Sizes:
         return max(self._exact_of_site(unit, rows_K) for rows_K in rows_SK)
 
     def cheaper_from_factors(self, slot: Slot, rows: int) -> bool:
-        """Whether two thin products with the factors cost less than the gradient and two with it.
+        """True if two products with factors cost less than forming the gradient and two with it.
 
-        Patches of a convolution would have to be cut out first, which costs more than all that.
-        Of a recurrent layer the gates are computed again: so much less is saved.
+        A convolution's patches would have to be cut out first, which costs more than all that. A
+        recurrent layer computes its gates again, so less is saved.
         """
         if slot.patches:
             return False
@@ -94,17 +93,17 @@ class Sizes:
         return factors + self.biases([slot for slot, _ in used])
 
     def biases(self, slots: Sequence[Slot]) -> int:
-        """Bytes of the bias gradients that go along with rows."""
+        """Returns the bytes of the bias gradients that travel with rows."""
         codecs = self._settings.vector_codecs
         return sum(nbytes(codecs, (1, s.groups * s.outputs)) for s in slots if s.bias is not None)
 
 
 def exact_rows(slot: Slot, rows: int) -> int:
-    """The rows that N rows can always be written as."""
+    """Returns the number of rows that can represent `rows` rows exactly."""
     return rows if slot.lookup else min(rows, slot.outputs, slot.inputs)
 
 
 def best_way(seconds: Mapping[Route, float]) -> Route:
-    """The fastest; of those that are about as fast, the one with the smallest error."""
+    """Returns the route with the smallest error among those about as fast as the fastest."""
     limit = _ENOUGH * min(seconds.values())
     return next(way for way in WAYS if seconds.get(way, math.inf) <= limit)

@@ -1,4 +1,4 @@
-"""What a site remembers of each slot from step to step: start directions and residual."""
+"""Memory of each slot from step to step: start directions and residual."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from outergrad.methods.residuals import ByPlace, inherited_residual, saved_resid
 
 @dataclass(frozen=True)
 class Memory:
-    """What is remembered of one slot.
+    """Memory of one slot.
 
     Attributes:
-        q_GIR: right singular directions found; left ones, (G, O, R), where `left` says so.
-        residual: what was not sent and is added to the gradient of the next step, as factors or
-            as a matrix, in few bits or not, if anything.
-        columns: R of the next step where the sites choose it together.
-        left: whether the next step begins on the left, where both sides take turns.
+        q_GIR: Right singular directions that were found; left ones, (G, O, R), if `left` is set.
+        residual: Unsent part, which is added to the gradient of the next step, if there is any:
+            factors or a matrix, packed in few bits or not.
+        columns: Number of columns, K, of the next step where the sites choose it together.
+        left: True if the next step starts from the left side, where both sides take turns.
     """
 
     q_GIR: Tensor
@@ -46,25 +46,25 @@ class Memory:
 
 
 def compacted(memory: Memory) -> Memory:
-    """In tensors that are no views of larger ones."""
+    """Copies the tensors of a memory that are views of larger ones."""
     return replace(memory, q_GIR=compact(memory.q_GIR), residual=compact(memory.residual))
 
 
 def _taken_back(now: Memory | None, before: Memory | None) -> Memory | None:
-    """Start directions stay: sites have agreed on some of them."""
+    """Undoes the residual alone: sites have agreed on some of the start directions."""
     if now is None:
         return before
     return replace(now, residual=None if before is None else before.residual)
 
 
 class Memories(ByPlace[Memory]):
-    """By place in the model.
+    """Memories by place in the model.
 
     Args:
-        packs: whether matrices of what was not sent are kept in few bits.
+        packs: True if residuals that are matrices are kept in few bits.
 
     Attributes:
-        turn: how many steps were applied: what rounds them differently in each.
+        turn: Number of applied steps, which makes rounding differ between steps.
     """
 
     def __init__(self, *, packs: bool = False) -> None:
@@ -72,11 +72,11 @@ class Memories(ByPlace[Memory]):
         self.packs, self.turn = packs, 0
 
     def __setitem__(self, slot: Slot, memory: Memory) -> None:
-        """In few bits at once, so that no step has all of them as they were."""
+        """Packs a residual at once, so that a step never holds all of them unpacked."""
         self.update({slot: memory})
 
     def update(self, memories: Mapping[Slot, Memory]) -> None:
-        """Several at a time: small ones, whose residuals are matrices, or one."""
+        """Sets several memories; packs their matrices, small ones or a single one, in one piece."""
         whole = {s: m.residual for s, m in memories.items() if isinstance(m.residual, Tensor)}
         few_bits: dict[Slot, Packed] = {}
         if self.packs and whole:
@@ -86,12 +86,12 @@ class Memories(ByPlace[Memory]):
             super().__setitem__(slot, kept)
 
     def commit(self, *, applied: bool) -> None:
-        """The step is over."""
+        """Applies the memories that the step has set, or discards them; counts applied steps."""
         super().commit(applied=applied)
         self.turn += applied
 
     def load(self, inheritance: Inheritance, start: StateDict) -> None:
-        """Goes on; `inherited` says from what."""
+        """Replaces all memories by those of `inherited`."""
         self.replace(inherited(inheritance, start))
         self.turn = inheritance.like["own"].get("turn", 0)
 
@@ -103,7 +103,7 @@ def compact(t: Gradient | None) -> Gradient | None: ...
 @overload
 def compact(t: Gradient | Packed | None) -> Gradient | Packed | None: ...
 def compact(t: Gradient | Packed | None) -> Gradient | Packed | None:
-    """The same laid out as when it has been saved and loaded: so that products round alike."""
+    """Lays tensors out as after saving and loading, so that products round alike."""
     if isinstance(t, Factors):
         return Factors(compact(t.d_GRO), compact(t.a_GRI))
     if t is None or isinstance(t, Packed):
@@ -116,31 +116,31 @@ def compact(t: Gradient | Packed | None) -> Gradient | Packed | None:
 
 
 def residual_of(memory: Memory | None) -> Gradient | None:
-    """What the last step left, if there was one and it left something."""
+    """Returns the unpacked residual of a memory; None if there is none."""
     residual = None if memory is None else memory.residual
     return residual.unpacked() if isinstance(residual, Packed) else residual
 
 
 def residuals_of(memories: Sequence[Memory | None]) -> list[Gradient | None]:
-    """The same of several; what is in few bits in one piece is read once."""
+    """Returns the unpacked residuals of several memories, and decodes each packed piece once."""
     found = [None if memory is None else memory.residual for memory in memories]
     whole = iter(unpacked(residual for residual in found if isinstance(residual, Packed)))
     return [next(whole) if isinstance(residual, Packed) else residual for residual in found]
 
 
 def finite_or_none(factors: Factors) -> Factors | None:
-    """What can be kept: not the remains of a step with infinities."""
+    """Returns the factors if all numbers are finite, so that no infinities are remembered."""
     finite = factors.d_GRO.isfinite().all() & factors.a_GRI.isfinite().all()
     return factors if bool(finite) else None
 
 
 def decoded(sent: Factors, codecs: Codecs) -> Factors:
-    """The rows as they arrive."""
+    """Returns the rows as receivers decode them."""
     return Factors(received(codecs, sent.d_GRO), received(codecs, sent.a_GRI))
 
 
 def encoded(sent_K: Sequence[Factors], codecs: Codecs) -> tuple[list[EncodedRows], list[Factors]]:
-    """The rows of several slots as they are written, and as they arrive."""
+    """Returns the rows of several slots as they are encoded, and as receivers decode them."""
     rows = [t for sent in sent_K for t in (sent.d_GRO, sent.a_GRI)]
     written = encode_all(codecs, rows)
     arriving = decode_all(codecs, written, rows)
@@ -150,10 +150,10 @@ def encoded(sent_K: Sequence[Factors], codecs: Codecs) -> tuple[list[EncodedRows
 
 
 def loss_of(sent: Factors, arrives: Factors) -> Factors:
-    """The product of what is sent, without that of what arrives: as factors of 2 R rows.
+    """Returns the product of what is sent minus that of what arrives, as factors of 2 R rows.
 
-    As `(D - D') A' + D (A - A')` of deltas D and activations A that arrive as D' and A': nothing
-    large cancels in its product.
+    They are `(D - D') A' + D (A - A')` for deltas D and activations A that arrive as D' and A':
+    nothing large cancels in this product.
     """
     of_deltas = Factors(sent.d_GRO - arrives.d_GRO, arrives.a_GRI)
     return stack([of_deltas, Factors(sent.d_GRO, sent.a_GRI - arrives.a_GRI)])
@@ -162,13 +162,13 @@ def loss_of(sent: Factors, arrives: Factors) -> Factors:
 def with_loss(
     residual: Factors | None, sent: Factors, arrives: Factors, rank: int
 ) -> Factors | None:
-    """What is not sent, and what encoding loses of what is, as so many triplets.
+    """Returns the residual plus the loss of encoding, as `rank` triplets at most.
 
     Args:
-        residual: of what is not sent.
-        sent: the rows before they are encoded.
-        arrives: and when they are decoded.
-        rank: how many triplets are kept.
+        residual: Unsent part without the loss.
+        sent: Rows before they are encoded.
+        arrives: Rows after they are decoded.
+        rank: Largest number of triplets.
     """
     lost = loss_of(sent, arrives)
     if finite_or_none(lost) is None:
@@ -178,7 +178,7 @@ def with_loss(
 
 
 def common_state(memories: Memories) -> StateDict:
-    """Per place, the same on all sites: columns of the next sketches that adapt, and the side."""
+    """Returns, by place, what is equal on all sites: columns of adaptive sketches, and the side."""
     held = {place_name(place): memory for place, memory in memories.held().items()}
     return {
         "columns": {name: m.columns for name, m in held.items() if m.columns is not None},
@@ -187,7 +187,7 @@ def common_state(memories: Memories) -> StateDict:
 
 
 def own_state(memories: Memories) -> StateDict:
-    """The turn, and per place, where this site starts from and what it has not sent."""
+    """Returns `turn` and, by place, this site's start directions and residuals."""
     held = {place_name(place): _saved(memory) for place, memory in memories.held().items()}
     return {"memories": held, "turn": memories.turn}
 
@@ -198,11 +198,11 @@ def _saved(memory: Memory) -> StateDict:
 
 
 def inherited(inheritance: Inheritance, start: StateDict) -> dict[Place, Memory]:
-    """What a site remembers when it takes over.
+    """Returns the memories of a site that continues from saved states.
 
     Args:
-        inheritance: from whom.
-        start: the state to take the start directions from.
+        inheritance: Saved states, and what the site takes over of them.
+        start: State that start directions are taken from.
     """
     common = inheritance.first["common"]
     columns, left = common["columns"], common.get("left", {})

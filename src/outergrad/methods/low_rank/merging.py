@@ -1,4 +1,4 @@
-"""Triplets of all sites merged by one of them: the aggregator of the paper's star."""
+"""Merging of all sites' triplets at an owner: the aggregator of the paper's star."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from outergrad.methods.low_rank.vectors import Vectors
 
 
 class Merging:
-    """Merges, and remembers what that discards as if this site had not sent it.
+    """Merges triplets at the owner of a layer, and keeps what that discards as its residual.
 
-    All sites miss it, but one of them remembers: it counts S times, as the mean divides by S.
+    All sites lack it, but one remembers it: it counts S times, as the mean divides by S.
     """
 
     def __init__(
@@ -42,16 +42,16 @@ class Merging:
         self._budget = budget
 
     def owner(self, slot: Slot) -> int | None:
-        """As a budget has it, which gives layers other owners where ranks have changed."""
+        """Returns the owner that the budget has set, which changes with the ranks; None without."""
         return None if self._budget is None else self._budget.owner(slot)
 
     def merged_rows(self, slot: Slot, rows_S: Sequence[int]) -> int:
-        """The rank, or as many as one site sends with a budget, or as many as there can be."""
+        """Returns the rank, with a budget that of one site, or the largest possible one."""
         rank = self._settings.rank if self._budget is None else self._budget.rows(slot, 0)
         return min(rank, slot.outputs, slot.inputs, sum(rows_S))
 
     def merge(self, slot: Slot, parts: Sequence[Factors], rows: int, sites: int) -> Factors:
-        """The leading triplets of the mean, and the mean of the bias gradients."""
+        """Returns the leading triplets of the mean, and the mean of the bias gradients."""
         if slot.vector:
             return self._vectors.merged(slot, parts, sites)
         found = merge(parts, rows + self._settings.kept_triplets, weights=[1 / sites] * len(parts))
@@ -78,7 +78,7 @@ class Merging:
     def _with_rest_of(
         self, parts: Sequence[Factors], kept: Factors, residual: Gradient | None, sites: int
     ) -> Tensor | None:
-        """The residual and `sites` times what the mean lost, as a matrix."""
+        """Returns the residual plus `sites` times the loss of the mean; None if not finite."""
         dtype = kept.d_GRO.dtype
         if self._settings.keeps_loss:
             kept = decoded(kept, self._settings.codecs)
@@ -90,7 +90,7 @@ class Merging:
     def _recompressed(
         self, rest: LowRank, kept: Factors, residual: Factors | None, sites: int
     ) -> Factors | None:
-        """The residual and `sites` times what all sites miss, as few triplets."""
+        """Returns the residual plus `sites` times the loss of the mean, as few triplets."""
         missed = rest.factors()
         if self._settings.keeps_loss:
             missed = stack([missed, loss_of(kept, decoded(kept, self._settings.codecs))])

@@ -1,4 +1,4 @@
-"""Matrices that are remembered in few bits a number, right on average."""
+"""Matrices packed in few bits per number, with rounding that is right on average."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 _GROUP = 64
-"""Numbers that share a step."""
+"""Numbers that share a quantisation step."""
 _HALF = 32
-"""Multiples of a step lie between this and its negative."""
+"""Bound of the multiples of a step, in magnitude."""
 _RANGE, _MOST = 96, 1000
-"""Powers of two within which float64 numbers are rounded as they are, and by which they are
-multiplied beyond: both ways, without leaving the range of float64."""
+"""Exponents up to which float64 numbers are not scaled, and the largest exponent of a scale beyond:
+both the scale and its inverse are in the range of float64."""
 _TOGETHER = 4
 """Rows whose highest bits share bytes."""
 _PLACES, _TURNS = 0xC13FA9A9, 0x91E10DA5
 """2^32 over the plastic number and over its square: sums of their multiples are spread evenly."""
 _LOW, _HIGH, _SIGN = 0x0F0F0F0F0F0F0F0F, 0x0303030303030303, 0x2020202020202020
-"""Of each byte of a word of eight, its lowest four bits, its lowest two, and the sixth."""
+"""Masks of each byte of a word of eight: the lowest four bits, the lowest two, and the sixth."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A matrix in six bits and a quarter a number, alone or with others.
+    """A matrix in six bits and a quarter per number, in a buffer that others may share.
 
     Attributes:
-        written: what `_encoded` made of its numbers, row behind row, and of the others'.
-        shape: of the matrix.
-        start: the first of its numbers.
-        exponent: the power of two that its numbers are to be multiplied by; not 0 only of float64
-            numbers that are out of float32's range.
+        written: Result of `_encoded` for its numbers, row behind row, and those of the others.
+        shape: Shape of the matrix.
+        start: Index of its first number.
+        exponent: Power of two to multiply its numbers by; not 0 only for float64 numbers that are
+            out of float32's range.
     """
 
     written: tuple[Tensor, Tensor]
@@ -44,7 +44,7 @@ class Packed:
     exponent: int = 0
 
     def unpacked(self) -> Tensor:
-        """In float32, or in float64 where that is out of its range."""
+        """Returns the matrix in float32, or in float64 where that is out of its range."""
         return self._cut(_decoded(*self.written))
 
     def _cut(self, numbers: Tensor) -> Tensor:
@@ -53,11 +53,11 @@ class Packed:
 
 
 def packed(matrices: Sequence[Tensor], turn: int) -> list[Packed]:
-    """Matrices of finite numbers in few bits, all in one piece.
+    """Packs matrices of finite numbers in one buffer.
 
     Args:
-        matrices: any; small ones, or one alone.
-        turn: another one in each step: it decides how they are rounded.
+        matrices: Small matrices, or a single one of any size.
+        turn: Number that differs between steps and decides how numbers are rounded.
     """
     exponents = [_exponent(matrix) for matrix in matrices]
     pairs = zip(matrices, exponents, strict=True)
@@ -76,7 +76,7 @@ def packed(matrices: Sequence[Tensor], turn: int) -> list[Packed]:
 
 
 def unpacked(packed_K: Iterable[Packed]) -> list[Tensor]:
-    """All of them; what is in one piece is read once."""
+    """Returns the matrices, and decodes each shared buffer once."""
     read: dict[int, Tensor] = {}
     found: list[Tensor] = []
     for one in packed_K:
@@ -88,7 +88,7 @@ def unpacked(packed_K: Iterable[Packed]) -> list[Tensor]:
 
 
 def _exponent(matrix: Tensor) -> int:
-    """That of the largest number, if it is out of the range in which float32 has all its digits."""
+    """Returns the exponent of the largest number if float32 would lose digits of it, else 0."""
     if matrix.dtype != torch.float64 or not matrix.numel():
         return 0
     exponent = math.frexp(matrix.abs().amax().item())[1]
@@ -96,16 +96,16 @@ def _exponent(matrix: Tensor) -> int:
 
 
 def _encoded(rows: Tensor, counts: tuple[int, ...], turn: int) -> tuple[Tensor, Tensor]:
-    """Multiples of a step per row, each the upper one as often as the number is near it.
+    """Rounds numbers to multiples of a step per row, right on average over the turns.
 
-    No number is clipped. What is drawn follows from the place and the turn alone: the same training
-    comes out again, and what a place gains in every step adds up, however little.
+    No number is clipped. The rounding depends on the place and the turn alone: a repeated training
+    gives the same bits, and what a place gains in every step adds up, however little.
 
     Returns:
-        Their lowest four bits, two in a byte, and behind these their highest two, four in a byte;
-        and the steps in bfloat16, (R, 1).
+        The lowest four bits of the multiples, two in a byte, and behind these the highest two, four
+        in a byte; and the steps in bfloat16, (R, 1).
     """
-    most = (_HALF - 1) * (1 - 2**-7)  # a step is rounded, too
+    most = (_HALF - 1) * (1 - 2**-7)  # margin, because steps are rounded to bfloat16
     steps = (rows.abs().amax(dim=-1, keepdim=True) / most).to(torch.bfloat16)
     divisors = steps.float().masked_fill_(steps == 0, math.inf)
     draws = _draws(turn, rows.device).index_select(0, _rows_of(counts, rows.device))
@@ -120,7 +120,7 @@ def _encoded(rows: Tensor, counts: tuple[int, ...], turn: int) -> tuple[Tensor, 
 
 
 def _decoded(written: Tensor, steps: Tensor) -> Tensor:
-    """The other way round, in float32, 1-D."""
+    """Returns the numbers that `_encoded` wrote, in float32, 1-D."""
     words = written.view(torch.int64)
     half = _GROUP * len(steps) // 16
     low, high = words[:half], words[half:]
@@ -138,7 +138,7 @@ def _padded(numbers: Tensor) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _draws(turn: int, device: torch.device) -> Tensor:
-    """In [-1/2, 1/2), evenly spread over places and, at each place, over the turns, (64, 64)."""
+    """Returns (64, 64) numbers in [-1/2, 1/2), spread evenly over places and over the turns."""
     places = torch.arange(_GROUP * _GROUP, dtype=torch.int64)
     words = (places * _PLACES + turn * _TURNS) >> 16 & 0xFFFF
     return (words * 2.0**-16 - 0.5).view(_GROUP, _GROUP).to(device)
@@ -146,6 +146,6 @@ def _draws(turn: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _rows_of(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Of so many rows of each matrix, which of the draws each has, (R,)."""
+    """Returns the row of `_draws` for each row of all matrices, (R,), which have `counts` rows."""
     rows = torch.cat([torch.arange(count, dtype=torch.int32) for count in counts])
     return (rows % _GROUP).to(device)

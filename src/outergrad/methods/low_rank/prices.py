@@ -1,4 +1,4 @@
-"""What a step costs in bytes, and the largest rank that a budget pays for in all layers alike."""
+"""Bytes of a step, and the largest rank that a budget pays for in all layers alike."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from outergrad.methods.low_rank.cost import Sizes
 from outergrad.methods.low_rank.settings import LowRankSettings
 
 _RIDERS_BYTES = 1 << 18
-"""Dense gradients up to so many bytes may go along with rows, to each site."""
+"""Largest size of dense gradients that may travel with rows to each site, bytes."""
 _PADDING = 64
-"""Bytes that align what goes along, and that count sites in a sum."""
+"""Bytes to align what travels with rows, and to count sites in a sum."""
 
 
 class Prices:
-    """What a step costs a site in bytes, from above: as every message is at its longest.
+    """Upper bounds of the bytes that a site sends in a step: every message is at its longest.
 
     Args:
-        units: of the method.
-        whole: the rest.
-        cost: of the transport.
-        form: of the rows.
-        way: how low rank travels: gathered, or through owners.
+        units: Units of the method.
+        whole: Sizes of everything that a step sends.
+        cost: Cost model of the transport.
+        form: Form of the rows.
+        way: Route of low rank: gathered, or through owners.
     """
 
     def __init__(
@@ -41,24 +41,24 @@ class Prices:
         self.way = way
 
     def dense(self) -> int:
-        """Of all gradients in all-reduces."""
+        """Returns the bytes of all-reducing all gradients."""
         return self._cost.all_reduce(sum(self._whole.params.values())).sent
 
     def triplets(self, settings: LowRankSettings, matrix: Slot, rows: int) -> int:
-        """So many of a matrix, once."""
+        """Returns the bytes of `rows` triplets of a matrix, sent once."""
         dtype, codecs = self._whole.dtypes[matrix.weight], Sizes(settings).codecs(matrix)
         return Piece(matrix, rows, dtype, None, codecs, self._form).nbytes
 
     @property
     def copies(self) -> float:
-        """How many times a site sends a byte of triplets, where owners have equal shares."""
+        """Number of times that a site sends a byte of triplets, where owners have equal shares."""
         own = self._cost.copies
         return own if self.way == Route.GATHER else 1 + (own - 1) / self._cost.sites
 
     def sent(self, sizes: Mapping[Any, int]) -> int:
-        """Bytes that the busiest site sends of triplets or vectors of these sizes.
+        """Returns the bytes that the busiest site sends of triplets or vectors of these sizes.
 
-        Through owners a site sends what others own once, and what it has merged to all others.
+        Through owners a site sends once what others own, and to all others what it has merged.
         """
         if self.way == Route.GATHER:
             return self._cost.copies * sum(sizes.values())
@@ -66,7 +66,7 @@ class Prices:
         return sum(sizes.values()) + (self._cost.copies - 1) * heaviest
 
     def low_rank(self, settings: LowRankSettings) -> list[Unit]:
-        """What is fewer bytes at low rank than dense, at the rank of the settings."""
+        """Returns the units that are fewer bytes at low rank than dense, at the settings' rank."""
         sizes = Sizes(settings)
         return [
             unit
@@ -76,14 +76,14 @@ class Prices:
         ]
 
     def at(self, settings: LowRankSettings, rows: int | None = None) -> int:
-        """Of a step with so many triplets per layer; None for the rank of the settings."""
+        """Returns the bytes of a step with `rows` triplets per layer, or the settings' rank."""
         matrices = [matrix for unit in self.low_rank(settings) for matrix in unit.matrices]
         wanted = settings.rank if rows is None else rows
         of = {m: self.triplets(settings, m, min(wanted, *sides(m))) for m in matrices}
         return self.sent(of) + self.besides(settings)
 
     def besides(self, settings: LowRankSettings) -> int:
-        """All but triplets."""
+        """Returns the bytes of a step without its triplets."""
         units, copies = self.low_rank(settings), self._cost.copies
         along = {n: self._whole.params[n] for unit in units for n in unit.vectors}
         inside = {name for unit in units for name in unit.params}
@@ -101,7 +101,7 @@ class Prices:
         return control + receivers * (preambles + padding) + vectors
 
     def _messages(self, settings: LowRankSettings, units: Sequence[Unit]) -> tuple[int, int]:
-        """How many, and the bytes that stand before their rows."""
+        """Returns the number of messages, and the bytes of their preambles."""
         matrices = [matrix for unit in units for matrix in unit.matrices]
         rows = sum(rows_in_messages(settings, matrix) for matrix in matrices)
         vectors = 2 * sum(self._whole.params[name] for unit in units for name in unit.vectors)
@@ -110,7 +110,7 @@ class Prices:
         return count, own + (count - 1) * Preamble.nbytes(1, 1)
 
     def _rest(self, sizes: Mapping[str, int]) -> int:
-        """Of what travels dense, along with rows or in sums."""
+        """Returns the bytes of dense parameters, with rows or in all-reduces, whichever is more."""
         nbytes, summed = sum(sizes.values()) + _PADDING * bool(sizes), self._summed(sizes)
         return max(summed, self._cost.copies * nbytes) if nbytes <= _RIDERS_BYTES else summed
 
@@ -119,16 +119,16 @@ class Prices:
 
 
 def settled(settings: LowRankSettings, prices: Prices, matrices: Sequence[Slot]) -> LowRankSettings:
-    """The settings with the largest rank that fits the budget in all layers alike.
+    """Returns the settings with the largest rank that fits the budget in all layers alike.
 
     Raises:
-        ValueError: not one triplet of each layer does.
+        ValueError: One triplet of each layer does not fit the budget.
     """
     nbytes = settings.budget_bytes(prices.dense())
     most = max((min(sides(matrix)) for matrix in matrices), default=1)
 
+    # single triplets, too: shares of owners may be less equal then
     def most_bytes(rank: int) -> int:
-        """Also of single triplets, of which owners may have less equal shares."""
         return max(prices.at(_at(settings, rank), rows) for rows in (1, None))
 
     fits = bisect_right(range(1, most + 1), nbytes, key=most_bytes)
@@ -142,17 +142,17 @@ def settled(settings: LowRankSettings, prices: Prices, matrices: Sequence[Slot])
 
 
 def _at(settings: LowRankSettings, rank: int) -> LowRankSettings:
-    """As `replace`, which would check the user's settings once more."""
+    """Replaces the rank without another check of the user's settings, unlike `replace`."""
     found = copy.copy(settings)
     object.__setattr__(found, "rank", rank)
     return found
 
 
 def rows_in_messages(settings: LowRankSettings, slot: Slot) -> int:
-    """Bytes by which messages are filled: the same in all steps, however bytes are shared out."""
+    """Returns the bytes by which messages are filled, equal in all steps however ranks change."""
     return min(settings.rank, *sides(slot)) * Sizes(settings).row(slot)
 
 
 def sides(slot: Slot) -> tuple[int, int]:
-    """O and I: a matrix has no more triplets than the smaller of both."""
+    """Returns O and I: a matrix has no more triplets than the smaller of them."""
     return slot.outputs, slot.inputs

@@ -1,4 +1,4 @@
-"""What travels at low rank, and how: decided by bytes; what is computed from factors: by time."""
+"""Routes of low-rank units, decided by bytes, and use of their factors, decided by time."""
 
 from __future__ import annotations
 
@@ -20,35 +20,36 @@ from outergrad.methods.low_rank.settings import LowRankSettings
 from outergrad.methods.low_rank.vectors import Vectors
 
 _GATHER_SITES = 2
-"""Up to so many sites "auto" gathers: it is no more bytes than to reduce, and one round less."""
+"""Largest number of sites between which "auto" gathers: no more bytes than to reduce, and one round
+less."""
 
 
 class LowRankRouting(Compressor):
-    """The part of `LowRankCompressor` that says how a unit travels."""
+    """Routing of `LowRankCompressor`."""
 
     _settings: LowRankSettings
     _sizes: Sizes
     _vectors: Vectors
     _budget: Budget | None = None
     _sums: bool
-    """Whether sketches may be added up: not where codecs drop bits or vectors have some."""
+    """True if sketches may be summed: not if codecs drop numbers or vectors have codecs."""
     _owns: bool = True
-    """Whether layers may have owners: the transport has messages of their own for every site."""
+    """True if layers may have owners, for which the transport needs an all-to-all."""
 
-    # -- which way low rank travels, for good -----------------------------------------------------
+    # -- route of low rank, for the whole session -------------------------------------------------
 
     def settle(self, cost: CostModel, capabilities: Set[Capability]) -> None:
-        """Owners need messages of their own from every site."""
+        """Stores the cost model, and whether the all-to-all that owners need is there."""
         super().settle(cost, capabilities)
         self._owns = Capability.ALL_TO_ALL in capabilities
 
     def wants_link(self, sites: int) -> bool:
-        """Between two sites gathering is never worse, and a budget is for that alone."""
+        """True if the link decides the route; a budget, or two sites, always gather by default."""
         free = self._settings.reduce == "auto" and self._settings.budget is None
         return free and sites > _GATHER_SITES
 
     def settle_reduce(self, units: Sequence[Unit], sites: int, link: Link) -> None:
-        """Takes the way that is fastest for the whole model."""
+        """Chooses the route that is fastest for the whole model."""
         can = {Route.GATHER: True, Route.TWO_WAY: self._owns, Route.REDUCE: self._sums}
         ways = [way for way in WAYS if can[way]]
         model = cost_of(self, sites)
@@ -59,7 +60,7 @@ class LowRankRouting(Compressor):
         self.auto_way = AutoWay(way=way, seconds=seconds[way], others=others, link=link)
 
     def _sent_bytes(self, units: Sequence[Unit], sites: int, way: Route) -> float:
-        """What the busiest site sends in a step, also for units that travel dense."""
+        """Returns the bytes that the busiest site sends in a step, including dense units."""
         cost = cost_of(self, sites)
         nbytes, merged = 0.0, dict[Slot, float]()
         for unit in units:
@@ -72,10 +73,10 @@ class LowRankRouting(Compressor):
             nbytes += (sites - 2) * unevenness
         return nbytes
 
-    # -- how a unit travels ---------------------------------------------------------------------
+    # -- route of a unit ------------------------------------------------------------------------
 
     def route(self, unit: Unit, rows_SK: Sequence[Sequence[int]], *, tapped: bool) -> Route:
-        """Exact factors if nothing is smaller, then low rank if that is small enough, or dense."""
+        """Returns GATHER for exact factors if nothing is smaller, else low rank if small enough."""
         sites = len(rows_SK)
         if sites == 1:
             return Route.DENSE
@@ -88,7 +89,7 @@ class LowRankRouting(Compressor):
         return self._low_rank_route(sites)
 
     def taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
-        """Whether factors are all that is sent, or what triplets are found from in less time."""
+        """True if exact factors are sent, or if triplets are found from factors in less time."""
         if not self._settings.taps or len(rows_SK) == 1 or tied_in_use(unit, rows_SK):
             return False
         if not self._vectors.fit(unit) or not self._budget_allows(unit):
@@ -107,13 +108,13 @@ class LowRankRouting(Compressor):
         )
 
     def _budget_allows(self, unit: Unit) -> bool:
-        """A budget is shared out over matrices, and an owner's without biases that go along."""
+        """True if factors fit a budget: it has matrices alone, and owners take no biases along."""
         if self._budget is None:
             return True
         return stands(unit) and self._settings.way != Route.TWO_WAY
 
     def break_even(self, unit: Unit, sites: int) -> float:
-        """Rows per slot from which on dense is fewer bytes: none, where low rank pays."""
+        """Returns the rows per slot from which dense is fewer bytes; inf where low rank pays."""
         dense = dense_bytes(unit, cost_of(self, sites))
         if sites == 1:
             return 0.0

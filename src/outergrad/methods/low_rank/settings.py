@@ -1,4 +1,4 @@
-"""What low-rank methods are told."""
+"""Settings of low-rank methods."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Reduce = Literal["auto", "gather", "two_way", "all_reduce", "alternate"]
 Feedback = Literal["factored", "dense", "auto"] | None
 
 _SMALL = 50_000
-"""Elements of a gradient that is formed and remembered in less time than more triplets take."""
+"""Elements up to which forming and remembering a gradient takes less time than more triplets."""
 
 
 _FEEDBACK_RANK = 8
@@ -29,10 +29,10 @@ _PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LowRankSettings(Settings):
-    """As in `RankDAD`, where they are explained."""
+    """Settings of low-rank methods; `RankDAD` documents them."""
 
     taps: ClassVar[bool] = True
-    """Whether factors may be used; otherwise gradients are always formed."""
+    """True if factors may be used; otherwise gradients are always formed."""
 
     rank: int = _RANK
     budget: float | str | None = None
@@ -49,7 +49,6 @@ class LowRankSettings(Settings):
     every: int = 1
 
     def __post_init__(self) -> None:
-        """Checks the settings."""
         super().__post_init__()
         told = "bytes per step, as '160kB', or a fraction of dense, as 1/64"
         require(self.budget is None or _amount(self.budget) > 0, self, "budget", told)
@@ -72,10 +71,10 @@ class LowRankSettings(Settings):
         require(apart, self, "vectors", f"(), or another way to reduce: {added}")
 
     def budget_bytes(self, dense: int) -> int:
-        """Per step and site.
+        """Returns the budget in bytes per step and site.
 
         Args:
-            dense: what a site would send of dense gradients.
+            dense: Bytes that a site would send of dense gradients.
         """
         assert self.budget is not None
         amount = _amount(self.budget)
@@ -83,74 +82,74 @@ class LowRankSettings(Settings):
 
     @property
     def alternates(self) -> bool:
-        """Whether a step sends one side of sketches, and the next one the other."""
+        """True if steps send one side of sketches and the other in turn."""
         return self.reduce == "alternate"
 
     @property
     def sums(self) -> bool:
-        """Whether it is told to add up sketches."""
+        """True if `reduce` asks for sums of sketches."""
         return self.alternates or self.reduce == "all_reduce"
 
     @property
     def way(self) -> Route | None:
-        """How low rank is told to travel; None where that is to be chosen."""
+        """Route that `reduce` asks for; None if it has to be chosen."""
         if self.sums:
             return Route.REDUCE
         return None if self.reduce == "auto" else Route(self.reduce)
 
     @property
     def adapts(self) -> bool:
-        """Whether ranks change from step to step."""
+        """True if ranks change from step to step."""
         return bool(self.tolerance) or self.budget is not None
 
     @property
     def codecs(self) -> Codecs:
-        """What `wire` has become."""
+        """Codecs of `wire`, as a tuple."""
         return cast(Codecs, self.wire)
 
     @property
     def vector_codecs(self) -> Codecs:
-        """What `vectors` has become."""
+        """Codecs of `vectors`, as a tuple."""
         return cast(Codecs, self.vectors)
 
     @property
     def memory_rank(self) -> int:
-        """The rank of what a memory in factors holds."""
+        """Rank of a memory in factors."""
         return self.feedback_rank or max(self.rank // 2, _FEEDBACK_RANK)
 
     @property
     def kept_triplets(self) -> int:
-        """How many a memory in factors holds."""
+        """Number of triplets that a memory in factors keeps; 0 without one."""
         return self.memory_rank if self.error_feedback == "factored" else 0
 
     @property
     def keeps_all(self) -> bool:
-        """Whether all that is not sent is remembered, as matrices, whatever their size."""
+        """True if all of the unsent part is remembered, as matrices of any size."""
         return self.error_feedback in ("dense", "auto")
 
     @property
     def packs(self) -> bool:
-        """Whether these matrices are kept in few bits."""
+        """True if these matrices are kept in few bits."""
         return self.error_feedback == "auto"
 
     @property
     def keeps_loss(self) -> bool:
-        """Whether what encoding loses is remembered: where it is always the same that is lost."""
+        """True if the encoding loss is remembered: codecs may drop the same numbers every time."""
         return self.error_feedback is not None and drops(self.codecs)
 
     def keeps_whole(self, part: Part, residual: Gradient | None) -> bool:
-        """Whether all of what is not sent is remembered, as a matrix: once so, always so."""
+        """True if all of the part's unsent rest is remembered as a matrix; it then always is."""
         if self.keeps_all or isinstance(residual, Tensor):
             return True
         return isinstance(part.gradient, Tensor) and self.forms(part.slot)
 
     def forms(self, slot: Slot) -> bool:
-        """Whether to form a gradient, and to remember all of it, is less work than factors are."""
+        """True if forming and remembering a gradient is less work than using its factors."""
         return self.error_feedback == "factored" and slot.numel <= _SMALL
 
 
 def _amount(budget: float | str) -> Fraction:
-    """Bytes, or if it is less than one a fraction; 0 for what is neither."""
+    """Returns bytes, or a fraction if less than one; 0 if the budget is neither."""
     text = str(budget)
     found = _AMOUNT.fullmatch(text)
     try:

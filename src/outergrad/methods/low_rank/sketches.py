@@ -1,4 +1,4 @@
-"""Subspace iteration on the mean gradient, which no site has: two sums of thin matrices a step."""
+"""Subspace iteration on the mean gradient, by two all-reduces of thin matrices per step."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from outergrad.methods.low_rank.settings import LowRankSettings
 
 @dataclass
 class _Turn:
-    """A slot in the middle of a step.
+    """State of a slot between the rounds of a step.
 
     Attributes:
-        matrix: this site's gradient and what it has not sent.
-        whole_GOI: the same, where it had to be formed.
-        y_GOL: its image of the directions that only the memory needs.
-        residual: what is left of it.
+        matrix: This site's gradient plus its residual.
+        whole_GOI: The same as a matrix, where it had to be formed.
+        y_GOL: Image of the directions that only the memory needs.
+        p_GOK: Orthonormal basis of the summed first sketch; None before that.
+        residual: Unsent part of `matrix`.
     """
 
     matrix: Product | Total
@@ -39,28 +40,28 @@ class _Turn:
 
 
 class Subspace(Sketches):
-    """How many directions sketches have, and what they have in the next step."""
+    """Number of directions of sketches, and its adaptation to the tolerance."""
 
     def __init__(self, settings: LowRankSettings, memories: Memories) -> None:
         self._settings, self._memories = settings, memories
         self._rounds = bool(settings.codecs)
 
     def columns(self, slot: Slot) -> int:
-        """K: the rank, or what the tolerance asked for after the last step."""
+        """Returns K: the rank, or what the tolerance asked for after the last step."""
         memory = self._memories[slot]
         wanted = memory.columns if memory and memory.columns else self._settings.rank
         return min(wanted, slot.outputs, slot.inputs)
 
     def projection(self, slot: Slot, sketch: Tensor) -> Tensor:
-        """All of it but the norm that a tolerance needs."""
+        """Returns the sketch flattened, without the norm that a tolerance appends to it."""
         return sketch.flatten()[: sketch.numel() - bool(self._settings.tolerance)]
 
     def forget(self) -> None:
-        """Drops what a step that came to nothing left half done."""
+        """Drops the unfinished state of a discarded step."""
         raise NotImplementedError
 
     def _adapted(self, z_GWK: Tensor, rest_norm: Tensor) -> tuple[Tensor, int]:
-        """Leading directions first, and the smallest K that keeps to the tolerance, for next time.
+        """Returns the leading directions first, and the smallest K that keeps to the tolerance.
 
         The norm of a mean is at most the mean of the norms, so the true error is smaller. If K is
         too small for the tolerance, a quarter more is tried.
@@ -84,7 +85,7 @@ class Subspace(Sketches):
         return left_GWK, max(1, min(columns, most))
 
     def _basis(self, x_GWK: Tensor) -> Tensor:
-        """Orthonormal columns; where sketches are rounded, the leading directions first."""
+        """Returns orthonormal columns, the leading directions first where sketches are rounded."""
         return principal(x_GWK)[0] if self._rounds else orthonormal(x_GWK)
 
     def _memory_rows(self, slot: Slot, columns: int) -> int:
@@ -92,13 +93,13 @@ class Subspace(Sketches):
 
 
 class GlobalSketches(Subspace):
-    """One step of block subspace iteration per step of training, each from where the last ended.
+    """One step of block subspace iteration per training step, each from where the last ended.
 
-    With `M = mean_s M_s`, `P = orth(M Q)` and `Z = Mᵀ P` the estimate is `P Zᵀ`, and Z is the
-    next Q. Sums over the sites are all that travels: its bytes do not depend on how many there
-    are. Source: Vogels, Karimireddy and Jaggi, PowerSGD, 2019, algorithm 1, here on the factors.
-    What a site could not send is `(1 - P Pᵀ) M_s`, of which the memory keeps the leading triplets,
-    found in the same two products.
+    With `M = mean_s M_s`, `P = orth(M Q)` and `Z = Mᵀ P` the estimate is `P Zᵀ`, and Z is the next
+    Q. Only sums over the sites travel, so bytes do not depend on the number of sites. Source:
+    Vogels, Karimireddy and Jaggi, PowerSGD, 2019, algorithm 1, here on the factors. The unsent part
+    of a site is `(1 - P Pᵀ) M_s`. The memory keeps its leading triplets, found in the same two
+    products.
     """
 
     def __init__(self, settings: LowRankSettings, memories: Memories) -> None:
@@ -106,7 +107,7 @@ class GlobalSketches(Subspace):
         self._turns: dict[Slot, _Turn] = {}
 
     def begin(self, slot: Slot, gradient: Gradient) -> Tensor:
-        """`M_s Q`, (G, O, K)."""
+        """Returns `M_s Q`, (G, O, K)."""
         memory, columns = self._memories[slot], self.columns(slot)
         residual = residual_of(memory)
         whole_GOI, others = None, ()
@@ -125,9 +126,9 @@ class GlobalSketches(Subspace):
         return y_GOL[..., :columns]
 
     def turn(self, slot: Slot, y_GOK: Tensor) -> Tensor:
-        """`M_sᵀ P`, (G, I, K); with a tolerance flat, and the norm of what P misses behind it."""
+        """Returns `M_sᵀ P`, (G, I, K); with a tolerance flat, then the norm of the rest."""
         turn, columns = self._turns[slot], y_GOK.shape[2]
-        # by itself, so that it is the same to the last bit on all sites
+        # apart from this site's own directions, so that it is bit-equal on all sites
         turn.p_GOK = self._basis(y_GOK.to(turn.y_GOL.dtype))
         basis_GOL = turn.p_GOK
         if turn.y_GOL.shape[2]:
@@ -143,7 +144,7 @@ class GlobalSketches(Subspace):
         return torch.cat([z_GIK.flatten(), rest_norm.to(z_GIK.dtype)[None]])
 
     def _residuals(self, turn: _Turn, basis_GOL: Tensor, z_GIL: Tensor) -> Gradient | None:
-        """What is left of this site's part."""
+        """Returns the unsent part; computed in `turn.whole_GOI` where that is formed."""
         assert turn.p_GOK is not None
         columns = turn.p_GOK.shape[2]
         if turn.whole_GOI is not None:
@@ -152,7 +153,7 @@ class GlobalSketches(Subspace):
         return rest if rest.d_GRO.shape[1] else None
 
     def end(self, slot: Slot, z: Tensor, sites: int) -> Factors:
-        """`P Zᵀ / S` as factors of K rows."""
+        """Returns `P Zᵀ / S` as factors of K rows."""
         turn = self._turns.pop(slot)
         assert turn.p_GOK is not None
         p_GOK, mean = turn.p_GOK, z.to(turn.p_GOK.dtype) / sites
@@ -167,12 +168,12 @@ class GlobalSketches(Subspace):
         return Factors(p_GOK.mT, mean.mT)
 
     def forget(self) -> None:
-        """Drops what a step that came to nothing left half done."""
+        """Drops the unfinished state of a discarded step."""
         self._turns.clear()
 
 
 def _start(main: Product, memory: Memory | None, columns: int, count: int) -> Tensor:
-    """Directions for the sum, then for the memory; fixed random ones where there are none."""
+    """Returns directions for the sum, then for the memory; missing ones are fixed random ones."""
     if memory is None:
         return start(main.a_GNI, count, None)
     q_GIK = memory.q_GIR[..., :columns]
@@ -185,7 +186,7 @@ def _start(main: Product, memory: Memory | None, columns: int, count: int) -> Te
 
 
 def _usable(q_GIK: Tensor) -> Tensor:
-    """Columns of length one; fixed random ones in the place of those that are nothing."""
+    """Returns columns of length one; fixed random ones replace columns of zeros."""
     size_G1K = q_GIK.norm(dim=1, keepdim=True)
     unit_GIK = q_GIK / size_G1K
     if math.isfinite((unit_GIK.sum() + size_G1K.sum()).item()):

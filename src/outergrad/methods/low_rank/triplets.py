@@ -1,4 +1,4 @@
-"""Every site's own leading triplets, for all others."""
+"""Gathered triplets: every site sends its own leading ones to all others."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ from outergrad.methods.low_rank.memory import (
 from outergrad.methods.low_rank.settings import LowRankSettings
 
 _SPARE_PER_ROW = 2
-"""A spare direction per so many triplets keeps the error of one iteration within 2 % of the best
+"""Triplets per spare direction; spare ones keep the error of one iteration within 2 % of the best
 (`benchmarks/errors.py`)."""
 
 _KNOWN_SHARE = 0.5
-"""Of the directions to iterate on, what must be known: one iteration finds the others less well.
-With a budget all must be, because ranks grow."""
+"""Share of the directions to iterate on that must be known: one iteration finds the others less
+well. With a budget all must be known, because ranks grow."""
 
 _ANY_ERROR = 1e-9
-"""Small enough to cut nothing off; above zero, so that the error is computed."""
+"""Tolerance that cuts nothing off, but is above zero, so that the error is computed."""
 
 
 class Gathered:
-    """Finds the triplets and remembers what was not sent."""
+    """Finds the triplets of this site's gradients, and keeps what is not sent as residuals."""
 
     def __init__(
         self, settings: LowRankSettings, memories: Memories, budget: Budget | None = None
@@ -62,30 +62,30 @@ class Gathered:
         self._wanted: dict[Place, int] = {}
 
     def sent_rows(self, slot: Slot, most: int, site: int) -> int:
-        """As many triplets as the site wanted in the last step, or as there can be."""
+        """Returns the triplets that the site has announced, at most `most`."""
         return min(most, self._rows.get((slot.place, site), most))
 
     def wanted_rows(self, slot: Slot) -> int:
-        """The rank that the tolerance asks for."""
+        """Returns the rank that the tolerance asks for."""
         return self._wanted.get(slot.place, self._settings.rank)
 
     def agree(self, slot: Slot, site: int, rows: int) -> None:
-        """What the site will send in the next step."""
+        """Records the number of triplets that a site will send in the next step."""
         self._rows[slot.place, site] = max(1, min(rows, self._settings.rank))
 
     def common_state(self) -> StateDict:
-        """Per place, the rows that every site will send: what all sites know."""
+        """Returns, by place, the rows that every site will send, which all sites know."""
         sent_rows: dict[str, list[int]] = {}
         for (place, _), rows in sorted(self._rows.items(), key=lambda item: item[0][1]):
             sent_rows.setdefault(place_name(place), []).append(rows)
         return {"sent_rows": sent_rows}
 
     def own_state(self) -> StateDict:
-        """Per place, the rows that this site would send."""
+        """Returns, by place, the rows that this site would send."""
         return {"wanted_rows": {place_name(p): rows for p, rows in self._wanted.items()}}
 
     def load(self, inheritance: Inheritance) -> None:
-        """Goes on with the ranks of the sites that this site and the others go on from."""
+        """Continues with the ranks of each site's predecessor."""
         place_of, wanted = inheritance.place_of, inheritance.like["own"]["wanted_rows"]
         sent_rows = inheritance.first["common"]["sent_rows"]
         self._wanted = {place_of[name]: rows for name, rows in wanted.items()}
@@ -96,7 +96,7 @@ class Gathered:
         }
 
     def compress(self, parts: Sequence[Part]) -> list[Factors | EncodedRows]:
-        """The leading triplets of each gradient and of what was not sent of it before."""
+        """Returns the leading triplets of each gradient plus its residual."""
         sent: dict[Slot, Factors | EncodedRows] = {}
         found: list[Found] = []
         usual: list[Warm] = []
@@ -115,7 +115,7 @@ class Gathered:
         return [sent[part.slot] for part in parts]
 
     def _warm(self, part: Part) -> Warm | None:
-        """The usual: what one iteration from where the last step ended is enough for."""
+        """Returns the part if one iteration from the last directions is enough, else None."""
         settings, memory = self._settings, self._memories[part.slot]
         by_choice = settings.solver != "auto" or settings.iterations or settings.tolerance
         if memory is None or by_choice:
@@ -133,16 +133,17 @@ class Gathered:
             rows += residual.d_GRO.shape[1]
         columns, known = min(self._columns(part.rows, whole=whole), inputs, outputs), memory.q_GIR
         share = _KNOWN_SHARE if self.budget is None else 1.0
-        if rows < columns or known.shape[2] < share * columns:  # so few rows that an exact
-            return None  # decomposition costs nothing, or not enough to begin with
-        if known.shape[2] < columns:  # the first gradient had no more, as of a head of few classes
+        # either an exact decomposition of so few rows costs nothing, or too little is known
+        if rows < columns or known.shape[2] < share * columns:
+            return None
+        if known.shape[2] < columns:  # low rank at first, as of a head of few classes
             known = start(known.mT, columns, known)
         return Warm(part, residual, whole, known, columns)
 
     # -- one by one -----------------------------------------------------------------------------
 
     def _exact(self, part: Part) -> Factors | None:
-        """All there is to send, where so many rows hold it."""
+        """Returns the exact payload, where the rows hold everything; None otherwise."""
         slot, gradient, rows = part
         if isinstance(gradient, Tensor):
             return None
@@ -164,11 +165,11 @@ class Gathered:
         return Found([part], self._found(slot, whole_GOI, columns), whole_GOI)
 
     def _needed(self, rows: int) -> int:
-        """Triplets for this step and for the choice of the next one's rank."""
+        """Returns the triplets for this step and for the choice of the next one's rank."""
         return max(rows, self._settings.rank) if self._settings.tolerance else rows
 
     def _is_exact(self, part: Part, residual: Gradient | None) -> bool:
-        """Whether so many rows hold everything there is to send."""
+        """True if the rows hold all that is to be sent."""
         slot, gradient, rows = part
         if isinstance(gradient, Tensor):
             return False
@@ -176,12 +177,12 @@ class Gathered:
             return True
         all_rows = min(gradient.d_GRO.shape[1], slot.outputs, slot.inputs)
         holds_all = rows >= all_rows and not self._settings.adapts and residual is None
-        return holds_all and not self._settings.keeps_loss  # of what encoding leaves of it
+        return holds_all and not self._settings.keeps_loss  # a loss has to be remembered
 
     def _found(
         self, slot: Slot, gradient: Gradient, columns: int, residual: Factors | None = None
     ) -> LowRank:
-        """As many triplets as columns."""
+        """Returns `columns` triplets, and notes the rank that the tolerance asks for."""
         settings, memory = self._settings, self._memories[slot]
         found = compress(
             gradient,
@@ -195,17 +196,17 @@ class Gathered:
         if settings.tolerance:
             wanted = found.rank_within(settings.tolerance)
             self._wanted[slot.place] = max(1, min(settings.rank, wanted))
-        return replace(found, a_GRI=compact(found.a_GRI))  # of which a part is kept
+        return replace(found, a_GRI=compact(found.a_GRI))  # a part of it is remembered
 
-    # -- both -------------------------------------------------------------------------------------
+    # -- one by one and batched -------------------------------------------------------------------
 
     def _columns(self, rows: int, *, whole: bool) -> int:
-        """Directions to iterate on: for what is sent, for what is kept, and spare ones."""
+        """Returns the number of directions to iterate on: sent, kept and spare ones."""
         extra = 0 if whole else self._settings.kept_triplets
         return rows + extra + max(OVERSAMPLING, rows // _SPARE_PER_ROW)
 
     def _kept(self, found: Sequence[Found]) -> dict[Slot, Factors | EncodedRows]:
-        """What is sent of the triplets; all directions are remembered."""
+        """Returns the payloads of the triplets; remembers all directions, and what is not sent."""
         sent = {slot: factors for one in found for slot, factors in one.sent().items()}
         payloads: Sequence[Factors | EncodedRows] = list(sent.values())
         arrives = sent
@@ -231,7 +232,6 @@ class Gathered:
                 self._memories[slot] = Memory(factors.a_GRI.mT, rest)
 
     def _note(self, slots: Sequence[Slot], sigma_GR: Tensor) -> None:
-        """Spectra, for who shares out a budget."""
         if self.budget is not None:
             for slot, sigma in zip(slots, sigma_GR.split([s.groups for s in slots]), strict=True):
                 self.budget.note(slot, sigma)
@@ -239,7 +239,6 @@ class Gathered:
     def _residuals(
         self, one: Found, sent: Mapping[Slot, Factors], arrives: Mapping[Slot, Factors]
     ) -> Sequence[Gradient | None]:
-        """What is left for the next step, of each slot."""
         slots, rows, keeps_loss = one.slots, one.rows, self._settings.keeps_loss
         if one.whole_GOI is not None:
             lost = together([arrives[slot] for slot in slots]) if keeps_loss else one.leading
@@ -259,7 +258,7 @@ class Gathered:
 def _finite_ones(
     arrives: Mapping[Slot, Factors], sent: Mapping[Slot, Factors]
 ) -> dict[Slot, Factors]:
-    """What arrives, or where it is not finite what was sent: it is not to be remembered."""
+    """Returns what arrives; what was sent where that is not finite, so that no loss is kept."""
     sums = [t.sum() for factors in arrives.values() for t in (factors.d_GRO, factors.a_GRI)]
     if not sums or math.isfinite(torch.stack(sums).sum().item()):
         return dict(arrives)
@@ -267,7 +266,7 @@ def _finite_ones(
 
 
 def _finite(sigma_GR: Tensor, slots: Sequence[Slot]) -> list[bool]:
-    """Of which slots everything is."""
+    """Returns for each slot whether all of its singular values are finite."""
     if math.isfinite(sigma_GR.sum().item()):
         return [True] * len(slots)
     parts = sigma_GR.split([slot.groups for slot in slots])
@@ -275,7 +274,7 @@ def _finite(sigma_GR: Tensor, slots: Sequence[Slot]) -> list[bool]:
 
 
 def _with_bias(part: Part, sent: Factors | EncodedRows) -> Factors | EncodedRows:
-    """With the bias gradient, where these rows cannot give it and the gradient can."""
+    """Adds the bias gradient, which triplets cannot give, to a payload found from factors."""
     slot, gradient, _ = part
     if slot.bias is None or isinstance(gradient, Tensor):
         return sent

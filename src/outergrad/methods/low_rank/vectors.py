@@ -1,4 +1,4 @@
-"""Vectors through codecs of their own; what these lose is sent later."""
+"""Vectors: codecs of their own, with error feedback for the loss."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from outergrad.methods.low_rank.settings import LowRankSettings
 
 
 class RowsAndBias(FactorRows):
-    """Rows, with the bias gradient along through codecs.
+    """Rows, with a bias gradient that is encoded.
 
     Args:
-        codecs: that it goes through, as one row, whatever the groups.
+        codecs: Codecs of the bias gradient, which is one row, whatever the groups.
     """
 
     def __init__(self, codecs: Codecs) -> None:
@@ -39,24 +39,24 @@ class RowsAndBias(FactorRows):
     def fields(
         self, slot: Slot, count: int, dtype: torch.dtype, bias: torch.dtype | None, codecs: Codecs
     ) -> list[Field]:
-        """As of all rows, but for the bias gradient."""
+        """Returns the fields of rows, with the bias gradient as an encoded row."""
         plain = super().fields(slot, count, dtype, None, codecs)
         if bias is None or slot.lookup:
             return plain
         return [*plain, Field((1, slot.groups * slot.outputs), bias, self._codecs)]
 
     def read(self, tensors: Sequence[Tensor], slot: Slot, count: int) -> Factors:
-        """With the bias gradient in its groups."""
+        """Returns the factors, with the bias gradient divided into its groups."""
         d_GRO, a_GRI, b_GO = super().read(tensors, slot, count)
         return Factors(d_GRO, a_GRI, None if b_GO is None else b_GO.view(slot.groups, -1))
 
 
 class Vectors:
-    """What is sent of vectors, and remembered.
+    """Payloads and residuals of vectors.
 
     A vector that autograd formed is a matrix of one column: its row of deltas is the vector, and
-    the activation is one. The bias of a layer that travels in factors goes along with these. Both
-    are remembered alike, so that a layer may travel now so and now so.
+    its activation is one. The bias of a layer whose factors are sent travels with these. Both are
+    remembered alike, so that a layer may change between the two.
     """
 
     def __init__(self, settings: LowRankSettings, memories: Memories) -> None:
@@ -64,21 +64,21 @@ class Vectors:
         self._remembers = settings.error_feedback is not None
 
     def fit(self, unit: Unit) -> bool:
-        """Whether each bias of its layers stands alone, and so when autograd has formed it."""
+        """True if vectors have no codecs, or each bias is one slot's own and among the matrices."""
         matrices = {matrix.place for matrix in unit.matrices}
         biases = [bias_slot(slot).place for slot in unit.slots if slot.bias is not None]
         return not self.codecs or (matrices >= set(biases) and len(biases) == len(set(biases)))
 
     def split(self, parts: Sequence[Part]) -> tuple[list[Part], list[Part]]:
-        """Those of vectors, and the others."""
+        """Returns the parts of vectors, and the other parts."""
         return [p for p in parts if p.slot.vector], [p for p in parts if not p.slot.vector]
 
     def compressed(
         self, vectors: Sequence[Part], others: Mapping[Slot, Factors | EncodedRows]
     ) -> dict[Slot, Factors | EncodedRows]:
-        """A row of each vector, and one of each bias gradient that goes along with others.
+        """Returns a row of each vector, and the other payloads with each bias gradient as a row.
 
-        Each with what was not sent of it before.
+        All rows include the residual of earlier steps.
         """
         biases = {s: sent.b_GO for s, sent in others.items() if isinstance(sent.b_GO, Tensor)}
         due = {part.slot: formed(part.gradient) for part in vectors}
@@ -92,21 +92,21 @@ class Vectors:
         return found
 
     def merged(self, slot: Slot, parts: Sequence[Factors], sites: int) -> Factors:
-        """The row of the mean of a vector, of which this site remembers what is lost."""
+        """Returns the row of the mean of a vector; this site remembers the loss of its encoding."""
         columns = [part.d_GRO.double().mT @ part.a_GRI.double() for part in parts]
         mean = sum(columns[1:], columns[0]) / sites
         mean = mean.to(_precise(parts[0].d_GRO).dtype)
         return _as_factors(self._merged(slot, mean, sites))
 
     def with_merged_bias(self, slot: Slot, sent: Factors, sites: int) -> Factors:
-        """The same with the mean of the bias gradients as a row."""
+        """Returns the payload with the mean of the bias gradients as a row."""
         if sent.b_GO is None or not self.codecs:
             return sent
         mean = _precise(sent.b_GO.reshape(1, -1, 1))
         return sent._replace(b_GO=self._merged(bias_slot(slot), mean, sites)[0])
 
     def _written(self, due: Mapping[Slot, Tensor]) -> Sequence[Tensor | Encoded]:
-        """Rows (1, 1, O) of vectors (1, O, 1): encoded in one go, if what is lost is remembered."""
+        """Returns rows (1, 1, O) of vectors (1, O, 1), all encoded at once if the loss is kept."""
         memories = [self._memories[slot] for slot in due]
         sums = map(_sum, due.values(), residuals_of(memories))
         rows_K = [due_GOI.reshape(1, 1, -1) for due_GOI in sums]
@@ -119,7 +119,7 @@ class Vectors:
         return written_K
 
     def _merged(self, slot: Slot, mean_GOI: Tensor, sites: int) -> Tensor:
-        """A row (1, 1, O); what all sites miss of it is added to what this step has left."""
+        """Returns a row (1, 1, O), and adds the loss of all sites to the residual of this step."""
         row = mean_GOI.mT.contiguous()
         if self._remembers and self.codecs:
             memory = self._memories.latest(slot)
@@ -130,7 +130,7 @@ class Vectors:
     def _remember(
         self, slots: Iterable[Slot], memories: Sequence[Memory | None], lost_K: Sequence[Tensor]
     ) -> None:
-        """What is finite of what is lost of each, (1, O, 1)."""
+        """Remembers those of the losses, (1, O, 1), that are finite."""
         sums_K = torch.stack([lost_GOI.sum() for lost_GOI in lost_K]).tolist()
         found: dict[Slot, Memory] = {}
         for slot, memory, lost_GOI, of_all in zip(slots, memories, lost_K, sums_K, strict=True):
@@ -145,7 +145,7 @@ def _sum(due_GOI: Tensor, kept: Gradient | None) -> Tensor:
 
 
 def _precise(t: Tensor) -> Tensor:
-    """In float32 at least: what a codec loses is kept as exactly as the gradient is known."""
+    """Widens to float32 at least: a codec's loss is kept as exactly as the gradient is known."""
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
@@ -165,5 +165,5 @@ def _one(codecs: Codecs, device: torch.device) -> Encoded:
 
 
 def _as_bias(row: Tensor | Encoded) -> Tensor | Encoded:
-    """Without the groups, of which there is one."""
+    """Drops the dimension of the groups, of which there is one."""
     return row[0] if isinstance(row, Tensor) else Encoded([t[0] for t in row.written])

@@ -1,1 +1,1 @@
-"""Sites of several ranks each."""
+"""Sessions over sites of several ranks each."""

@@ -1,4 +1,4 @@
-"""The ranks of a mesh: sites, and the devices of one site."""
+"""Transports of a two-level mesh: between the sites, and between the ranks of one site."""
 
 from __future__ import annotations
 
@@ -19,28 +19,25 @@ _REMEDY = (
 
 
 class Mesh(Protocol):
-    """What is needed of a `DeviceMesh`."""
+    """Protocol of the parts of a `DeviceMesh` that outergrad uses."""
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...] | None:
-        """The names of its dimensions."""
+        """Names of the dimensions."""
         ...
 
     def get_group(self, mesh_dim: Any = None) -> dist.ProcessGroup:
-        """The ranks that differ from this one in this dimension alone."""
+        """Returns the group of the ranks that differ from this one in this dimension alone."""
         ...
 
 
 class Levels:
-    """Two transports that cross in this rank.
+    """The two transports of this rank.
 
     Args:
-        site: the ranks with this one's place in every other site: the slow link.
-        local: the ranks of this site: the fast one.
-
-    Attributes:
-        site: the same.
-        local: the same.
+        site: to its counterparts, the ranks with the same local rank at the other sites: the slow
+            link.
+        local: to the other ranks of this site: the fast link.
     """
 
     def __init__(self, site: Comm, local: Comm) -> None:
@@ -48,47 +45,49 @@ class Levels:
 
     @property
     def ranks(self) -> int:
-        """Of all sites."""
+        """Number of ranks of all sites."""
         return self.site.world_size * self.local.world_size
 
     @property
     def number(self) -> int:
-        """Of this rank among all."""
+        """Number of this rank among those of all sites, counted site by site."""
         return self.site.rank * self.local.world_size + self.local.rank
 
     def agree(
         self, lines: Sequence[str], error: Exception | None, inside: Sequence[str] = ()
     ) -> int:
-        """As `comm.agree`, over all ranks: first inside the sites, then between them.
+        """Compares descriptions as `comm.agree`, first inside the sites, then between them.
 
         Args:
             lines: this rank's description.
-            error: as there.
-            inside: what only the ranks of a site must have in common.
+            error: as for `comm.agree`.
+            inside: lines that only the ranks of a site must have in common.
 
         Raises:
-            ValueError: on every rank, if two differ or one has an error.
+            ValueError: on every rank, if two ranks differ or one has an error.
         """
         try:
             with ranks_named(self.local):
                 own = f"site {self.site.rank}, local rank"
                 agree(self.local, [*lines, *inside], error, who=own)
-        except Exception as raised:
+        except Exception as raised:  # goes on nonetheless: the counterparts wait for this rank
             error = error or raised
         return agree(self.site, lines, error)
 
     def broadcast_all(self, tensors: Sequence[Tensor]) -> None:
-        """Makes tensors equal to those of the first rank; between sites each travels once."""
+        """Broadcasts tensors from the first rank to all; between sites each travels once."""
         if self.local.rank == 0:
             broadcast_all(self.site, tensors)
         with ranks_named(self.local):
             broadcast_all(self.local, tensors)
 
     def meet(self, group: Any) -> Meeting:
-        """Lets the ranks know each other, for when some are lost; `agree` tells when all do.
+        """Sets `mesh` of both transports, by which ranks tell each other when some are lost.
+
+        All ranks have done so once `agree` returns.
 
         Args:
-            group: one of this rank's.
+            group: a process group of this rank.
         """
         meeting, local = Meeting(group), self.local.world_size
         comms, sites = (self.site, self.local), range(self.site.world_size)
@@ -102,14 +101,14 @@ class Levels:
 
 
 def levels_of(mesh: Mesh, opened: Callable[[dist.ProcessGroup], Comm]) -> Levels:
-    """The groups of a mesh, whose dimensions may stand in either order.
+    """Opens the transports of a mesh, whose dimensions may stand in either order.
 
     Args:
         mesh: sites of several ranks.
-        opened: the transport over a group.
+        opened: opens the transport over a group.
 
     Raises:
-        ValueError: its dimensions have other names.
+        ValueError: the dimensions of the mesh have other names.
     """
     names = mesh.mesh_dim_names or ()
     if sorted(names) != ["local", "site"]:

@@ -15,13 +15,15 @@ from outergrad.session.settings import Settings
 
 
 class MeshLocalSteps(MeshSession, LocalStepsSession):
-    """Sites step by themselves, each as one: its ranks are replicas that another session keeps so.
+    """Session of `og.LocalSteps` over sites of several ranks, which step as one.
+
+    An inner session averages the gradients of a site's ranks, so that these stay replicas.
 
     Args:
         inspection: of the model, as for `LocalStepsSession`.
         levels: the ranks.
         fingerprint: what they have agreed on.
-        settings: of the user's.
+        settings: the user's.
         method: says after how many steps the sites exchange how their weights have changed.
         inner: averages the gradients of a site's ranks in every backward.
     """
@@ -40,11 +42,11 @@ class MeshLocalSteps(MeshSession, LocalStepsSession):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As `Session.no_sync`, among the ranks of this site."""
+        """Leaves gradients unshared among the ranks of this site, as `Session.no_sync`."""
         with self._inner.no_sync():
             yield
 
     def detach(self) -> None:
-        """As `LocalStepsSession.detach`, also inside the site."""
+        """Ends the session between the sites, and the one inside this site."""
         self._inner.detach()
         super().detach()

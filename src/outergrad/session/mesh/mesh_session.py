@@ -32,10 +32,10 @@ _STATE = "two levels"
 
 
 class MeshSession(Session):
-    """A session whose sites are pooled from their ranks before anything travels between them.
+    """Session over sites of several ranks, whose gradients are pooled before they leave the site.
 
-    To its counterparts at the other sites every rank is the site, with the rows and gradients of
-    all its ranks, for its share of the model.
+    To its counterparts at the other sites every rank stands for its site, with the rows and
+    gradients of all ranks of the site, for its share of the model.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class MeshSession(Session):
         self._mishaps = Mishaps(model.params, *about)
 
     def _shares(self) -> Sequence[Model]:
-        """What each rank of a site takes to the other sites."""
+        """Returns per rank of a site the share that it takes to the other sites."""
         whole = self._transform is not None and self._transform.needs_all_layers
         return shares(self._model, self._levels.local.world_size, whole=whole)
 
     _last_here = 0
-    """The rank of this site that was active last in `session.join()`."""
+    """Local rank that was active last in `session.join()`."""
 
-    # -- what users call ------------------------------------------------------------------------
+    # -- public ---------------------------------------------------------------------------------
 
     def coverage(self) -> Coverage:
-        """How each parameter travels between the sites, why, and by which rank of a site."""
+        """Returns how each parameter travels between the sites, why, and by which local rank."""
         return Coverage(tuple(map(self._with_sender, super().coverage())))
 
     def _with_sender(self, line: Travel) -> Travel:
@@ -85,12 +85,14 @@ class MeshSession(Session):
         return replace(line, why=why)
 
     def state_dict(self) -> StateDict:
-        """As `Session.state_dict`; every rank of every site saves its own."""
+        """Returns the state of this rank, as `Session.state_dict`; every rank saves its own."""
         local = self._levels.local
         return {**super().state_dict(), _STATE: [local.rank, local.world_size]}
 
     def load_state_dict(self, state: StateDict | Sequence[StateDict]) -> None:
-        """As `Session.load_state_dict`, with the states of this local rank, one or of all sites.
+        """Goes on from saved states, as `Session.load_state_dict`.
+
+        Takes the state of this rank, or a list of the states of this local rank at all sites.
 
         Raises:
             ValueError: on all ranks, and nothing is changed: also if a state is of another local
@@ -106,6 +108,7 @@ class MeshSession(Session):
             error = raised
         lines = ["the state can be loaded"]
         self._levels.agree(lines, error)
+        # This compares counterparts alone: the other ranks of a site hear of an error below.
         try:
             resumed(state, self._owner, self._comm)
         except ValueError as raised:
@@ -130,14 +133,12 @@ class MeshSession(Session):
         return MeshStep(spec, self._inside(spec.planner, spec.model), spec.planner)
 
     def _pattern_of(self, step: SharedStep) -> None:
-        """None: there is more to a step of several ranks than its messages to other sites."""
+        """Never repeats a step, which has messages inside the site, too."""
 
     def _inside(self, planner: SharePlanner, model: Model) -> Inside:
-        """How the gradients of this site come together."""
         return Pooled(model, planner, self._levels.local, self._transform)
 
     def _give_up(self, error: ExchangeError) -> bool:
-        """Between the sites and inside this one: all ranks hear of it."""
         counted = super()._give_up(error)
         if isinstance(self._step, MeshStep):
             self._step.clear()
@@ -168,7 +169,10 @@ class MeshSession(Session):
         yield from super()._objections()
 
     def _make_replicas_equal(self, replica: ReplicaState) -> None:
-        """First inside the sites, so that the ranks of the one that was active last are alike."""
+        """Makes replicas equal inside the sites first, then between them.
+
+        So the ranks of the site that was active last are equal when the other sites take theirs.
+        """
         with ranks_named(self._levels.local):
             replica.make_equal(self._levels.local, self._last_here)
         super()._make_replicas_equal(replica)

@@ -1,4 +1,4 @@
-"""A step of a site of several ranks: inside the site, with the other sites, inside again."""
+"""Shared step of a site of several ranks: reduced inside, shared between sites, spread inside."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from outergrad.step.step import SharedStep
 
 @dataclass(frozen=True)
 class Spread:
-    """What came of the shares of all ranks of a site.
+    """Result of the shares of all ranks of a site.
 
     Attributes:
         used: parameters that have a gradient on some rank of some site.
@@ -41,56 +41,57 @@ class Spread:
 
     @property
     def choice(self) -> Choice:
-        """What a session goes by."""
+        """The result in the form in which a session follows a step's choice."""
         reasons = tuple(self.reasons[unit] for unit in self.tap_next)
         return Choice((), (), tuple(self.tap_next.values()), (), reasons)
 
 
 class Inside(Protocol):
-    """How the gradients of a site's ranks come together, and how the mean gets to all of them."""
+    """Protocol of the reducer inside a site: pools gradients of its ranks, and spreads the mean."""
 
     @property
     def params(self) -> Mapping[str, Any]:
-        """Whose gradients they are."""
+        """Parameters whose gradients are reduced, by name."""
         ...
 
     @property
     def local(self) -> Comm:
-        """To the ranks of this site."""
+        """Transport to the ranks of this site."""
         ...
 
     def prepare(self, captured: Captured) -> None:
-        """Does what may raise on this rank alone."""
+        """Does the work that may raise on this rank alone, before any message."""
         ...
 
     def reduce(self, spec: StepSpec, captured: Captured, fate: Fate) -> tuple[StepSpec, Fate]:
-        """What this rank takes to the other sites, and the worst fate of a rank of its site."""
+        """Pools this rank's share; returns its step with the other sites, and a status.
+
+        The status is the worst that is known here of a rank of the site.
+        """
         ...
 
     def tell(self, ending: Ending, step: MeshStep) -> list[list[int]]:
-        """The words of the endings of all ranks of the site."""
+        """Exchanges the reports on all shares; returns those of all ranks of the site as words."""
         ...
 
     def spread(self, step: MeshStep) -> Spread:
-        """Leaves the mean gradients of all shares on this rank: they count."""
+        """Leaves the mean gradients of all shares on this rank, once the step counts."""
         ...
 
 
 class MeshStep(SharedStep):
-    """An ordinary step with this rank's counterparts, of what its site has of this rank's share.
+    """Shared step of a site of several ranks: an ordinary step for this rank's share of the model.
 
-    During backward everything stays on this rank. At its end the gradients of the site come to the
-    ranks whose shares they are; there the ordinary step begins. When it is over, the ranks of the
-    site tell each other what came of it: it counts if all shares arrived. Once begun, all ranks go
-    through all of its messages, even if the backward of one raised.
+    During backward everything stays on this rank. At its end the gradients of the site are pooled:
+    each rank gets those of its share, and begins an ordinary step with its counterparts at the
+    other sites. Then the ranks of the site tell each other how their shares fared: the step counts
+    if all shares arrived. Once it has begun, all ranks go through all of its messages, even if the
+    backward of one raised.
 
     Args:
-        spec: what this rank has.
-        inside: of its site.
-        planner: of its share.
-
-    Attributes:
-        inside: of its site.
+        spec: this rank's step, before anything is pooled.
+        inside: reducer of the site.
+        planner: of this rank's share.
     """
 
     def __init__(self, spec: StepSpec, inside: Inside, planner: SharePlanner) -> None:
@@ -106,29 +107,29 @@ class MeshStep(SharedStep):
 
     @property
     def place(self) -> str:
-        """What this site waits for, in words."""
+        """Description, for error messages, of what this site waits for."""
         return "the headers"
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """What its choice is about."""
+        """Units that the choice is about; none before the shares are spread."""
         return () if self._spread is None else tuple(self._spread.tap_next)
 
     @property
     def voted(self) -> bool:
-        """Never: what has become of the other shares, no vote says."""
+        """False: no vote says how the other shares fared."""
         return False
 
     @property
     def share_voted(self) -> bool:
-        """Whether the other sites may have applied this rank's share."""
+        """True if the other sites may have applied this rank's share."""
         return self._begun and self._ballot.is_good
 
     def on_ready(self, name: str) -> None:
-        """Nothing is sent before the end of backward."""
+        """Does nothing: nothing is sent before the end of backward."""
 
     def agreed(self) -> Sequence[Header]:
-        """The headers of all sites."""
+        """Returns the headers of all sites."""
         if not self._begun:
             self._reduce(Fate.GOOD)
             self._begin()
@@ -161,11 +162,11 @@ class MeshStep(SharedStep):
         self._go_through(Fate.FAILED, changed)
 
     def clear(self) -> None:
-        """The step does not count: there are to be no gradients that could be applied."""
+        """Drops all gradients of a step that does not count."""
         param_grad.drop(self.inside.params.values())
 
     def _go_through(self, fate: Fate, changed: str | None = None) -> Decision:
-        """Ranks of a site are no sites: an error inside one names none."""
+        """Goes through the whole step; errors name no sites, as the ranks of one are none."""
         try:
             if self._own is None:
                 self._reduce(fate)
@@ -179,7 +180,7 @@ class MeshStep(SharedStep):
                 self.choice = self.decision = None
 
     def _reduce(self, fate: Fate) -> None:
-        """Inside the site: to the ranks whose share it is."""
+        """Pools the gradients inside the site, at the ranks whose shares they are."""
         if fate == Fate.GOOD:
             try:
                 self._spec.refuse_leftover()
@@ -195,7 +196,7 @@ class MeshStep(SharedStep):
         self._begun = True
 
     def _share(self, fate: Fate, changed: str | None) -> Fate:
-        """Between the sites: goes through the step with this rank's counterparts."""
+        """Goes through the step with this rank's counterparts at the other sites."""
         try:
             with ranks_named(self._spec.comm):
                 if not self._begun:
@@ -213,7 +214,6 @@ class MeshStep(SharedStep):
         return fate if self.applied or fate != Fate.GOOD else Fate.FAILED
 
     def _ended(self, fate: Fate) -> Ending:
-        """What has become of this rank's share."""
         if fate == Fate.GOOD:
             return Ending(fate, Verdict.GOOD, self._spec.comm.rank)
         if self.decision is None or self.decision.good:
@@ -224,26 +224,22 @@ class MeshStep(SharedStep):
         return Ending(fate, self.decision.verdict, vote.rank, param)
 
     def _lost_share(self, rank: int) -> ExchangeError:
-        """The share of a rank of this site could not reach the other sites."""
+        """Returns the error for a share that could not reach the other sites."""
         own = self._error
         if not isinstance(own, ExchangeError):
             told = f"local rank {rank} of this site lost its counterparts at the other sites"
-            return ExchangeError(told, kind=Failure.CLOSED)  # that rank says which
+            return ExchangeError(told, kind=Failure.CLOSED)  # that rank names them
         error = ExchangeError(str(own), kind=own.kind)
         error.ranks, error.waited_s = own.ranks, own.waited_s
         return error
 
     @property
     def all_subjects(self) -> Subjects:
-        """What the votes on all shares can be about."""
+        """Parameters and buffers that the votes on all shares can be about."""
         return Subjects(list(self._spec.model.params), self._spec.buffers.names)
 
     def _conclude(self, own: Ending) -> Decision:
-        """Inside the site: what came of all shares, and their mean gradients if they count.
-
-        Raises:
-            ExchangeError: some rank is lost.
-        """
+        """Decides inside the site whether all shares arrived; spreads their means if so."""
         counts = len(self.all_subjects.names), self._spec.comm.world_size
         with ranks_named(self.inside.local):
             told = enumerate(self.inside.tell(own, self))
@@ -256,7 +252,7 @@ class MeshStep(SharedStep):
         with ranks_named(self.inside.local):
             spread = self._spread = self.inside.spread(self) if worst == Fate.GOOD else Spread()
         self.choice, self.context.used = spread.choice, spread.used
-        said = max(endings, key=lambda ending: ending.verdict)  # the first of these
+        said = max(endings, key=lambda ending: ending.verdict)  # the first of the worst
         header, self.subjects = self._spec.header, self.all_subjects
         vote = Vote(header.fingerprint, header.step, said.site, said.verdict, said.param)
         self.decision = Decision(said.verdict, vote)

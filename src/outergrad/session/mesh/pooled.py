@@ -1,4 +1,4 @@
-"""Ranks of one site that each have a whole model: every rank pools a share of it for all."""
+"""Intra-site reducer for ranks that each have a whole model: every rank pools a share of it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MOST_TEXT = 1 << 24
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The ranks of a site, whose buffers come together before they go to the other sites."""
+    """Context of the buffer message inside a site, before buffers go to the other sites."""
 
     headers: list[Header]
     comm: Comm
@@ -50,19 +50,19 @@ class _Ranks:
 
 
 class Pooled:
-    """Every rank takes a share of the model to its counterparts at the other sites.
+    """Intra-site reducer in which every rank takes a share of the model to its counterparts.
 
-    So these see one site with the rows, or the mean gradient, of all its ranks.
+    These see one site with the rows, or the mean gradient, of all its ranks.
 
     Args:
         model: what is shared.
         planner: of this rank's share.
-        local: to the ranks of this site.
+        local: transport to the ranks of this site.
         transform: changes the site's gradient, at the rank whose share it is.
 
     Attributes:
-        local: the same.
-        active: the ranks of the site that have a batch in `session.join()`.
+        params: parameters of the model, by name.
+        active: ranks of the site that have a batch in `session.join()`.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Pooled:
         self._buffers = self._site_buffers = SharedBuffers()
 
     def prepare(self, captured: Captured) -> None:
-        """Computes this rank's rows."""
+        """Computes this rank's rows; raises for a sparse gradient."""
         for name, p in self.params.items():
             if p.grad is not None and p.grad.is_sparse:
                 raise RuntimeError(
@@ -89,7 +89,7 @@ class Pooled:
         captured.compute()
 
     def reduce(self, spec: StepSpec, captured: Captured, fate: Fate) -> tuple[StepSpec, Fate]:
-        """Sends each rank what it pools, and takes in the rows and gradients of its own share."""
+        """Sends each rank what it pools, and receives rows and gradients of this rank's share."""
         reports = self._reports(spec.header, captured, fate)
         pooling, share = Pooling(spec.model, self._planner.shares, reports), self._planner.share
         worst, carried_over = max(report.fate for report in reports), CarriedOver()
@@ -115,7 +115,7 @@ class Pooled:
         return own, worst
 
     def _reports(self, header: Header, captured: Captured, fate: Fate) -> list[Report]:
-        """What every rank of the site says of its backward."""
+        """Exchanges the reports of all ranks of the site on their backward passes."""
         comm, found = self.local, captured.has_autograd_grad
         ours = replace(header, rank=comm.rank)
         words = Report(ours, fate, tuple(name in found for name in self.params)).words()
@@ -127,7 +127,7 @@ class Pooled:
             raise ExchangeError(told, kind=error.kind) from error
 
     def _pooled_buffers(self, buffers: SharedBuffers, reports: list[Report]) -> SharedBuffers:
-        """As the whole site has them."""
+        """Pools buffers inside the site; they stay apart from the model until the step counts."""
         ranks = _Ranks([report.header for report in reports], self.local)
         message = BufferMessage(buffers, ranks)
         message.start()
@@ -139,7 +139,11 @@ class Pooled:
         return self._site_buffers
 
     def tell(self, ending: Ending, step: MeshStep) -> list[list[int]]:
-        """With each share: what of it is used, what to tap, whether there is more to say."""
+        """Exchanges the reports on all shares.
+
+        With each goes what of the share is used, what to tap, and the length in bytes of the text
+        that says how it travelled, 0 where the others know that already.
+        """
         planner, choice, share = self._planner, step.choice, self._planner.share
         used, tap_next = [False] * len(share.params), (False,) * len(share.units)
         if ending.fate == Fate.GOOD and choice is not None:
@@ -156,7 +160,7 @@ class Pooled:
         return [words[:ENDING_WORDS] for words in said]
 
     def spread(self, step: MeshStep) -> Spread:
-        """Sends the mean gradients of this share to all, and writes those of the others."""
+        """Sends this share's mean gradients to all ranks, and writes those of the other shares."""
         shares, known, used = self._planner.shares, self._planner.known, set[str]()
         tap_next: dict[Unit, bool] = {}
         layouts = [self._layout(rank) for rank in range(len(shares))]
@@ -186,7 +190,7 @@ class Pooled:
         return comm.all_gather(message, [message_bytes(layout) for layout in layouts]).wait()
 
     def _layout(self, rank: int) -> Layout:
-        """Of the message of a rank's share: the gradients of what is used of it, and words."""
+        """Layout of the message of a rank's share: gradients of its used parameters, and text."""
         share, (length, *flags) = self._planner.shares[rank], self._told[rank]
         if not 0 <= length < _MOST_TEXT:
             raise ExchangeError(f"local rank {rank} announced {length} bytes of words")

@@ -1,4 +1,4 @@
-"""What each rank of a site has for the one that pools a share, and what that makes of it."""
+"""Pooling: each rank of a site reduces one share of the model for all ranks of its site."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from outergrad.session.mesh.rank_reports import Report
 from outergrad.step.captured import Captured
 
 _LEAST_BYTES = 16
-"""Of a message: a transport may not like empty ones."""
+"""Least length of a message: a transport may not like empty ones."""
 
 
 def shares(model: Model, ranks: int, *, whole: bool = False) -> list[Model]:
-    """What each rank of a site takes to the other sites.
+    """Divides a model into the shares that the ranks of a site take to the other sites.
 
     Args:
         model: what is shared.
-        ranks: of a site.
-        whole: whether the first rank takes all; else these are parts of about the same size.
+        ranks: number of ranks of a site.
+        whole: whether the first rank takes all; else the shares are of about the same size.
     """
     sizes: dict[tuple[str, ...], float] = {u.params: u.dense_numel for u in model.units}
     inside = {name for unit in model.units for name in unit.params}
@@ -42,19 +42,20 @@ def shares(model: Model, ranks: int, *, whole: bool = False) -> list[Model]:
 
 
 class Pooling:
-    """What is pooled as rows and what as gradients: from all reports, so the same on all ranks.
+    """Decision of what is pooled as rows and what as gradients, the same on all ranks of a site.
 
-    Rows of all ranks stand behind each other, which costs nothing of what a method can do with
-    factors; where one rank has none, all form their gradients, and these are summed.
+    It follows from the reports of all ranks. Rows of the ranks are concatenated, so that a method
+    can do with them all that it does with factors. Where one rank has not captured the rows of a
+    unit, all ranks form their gradients, which are summed.
 
     Args:
         model: what is shared.
-        shares: which rank pools what.
+        shares: per rank, the share that it pools.
         reports: of the ranks of this site.
 
     Attributes:
         used: parameters that some rank has a gradient for.
-        formed: those of them that are pooled as gradients.
+        formed: parameters of `used` that are pooled as gradients.
         weight: how much the site's gradient counts beside those of the others.
     """
 
@@ -79,47 +80,47 @@ class Pooling:
         return all(use.tapped for slot in unit.slots for use in self._uses(slot))
 
     def _uses(self, slot: Slot) -> list[SlotUse]:
-        """Of each rank."""
         return [report.header.uses[self._index[slot]] for report in self._reports]
 
     def scale(self, rank: int) -> float:
-        """What a rank's gradient is multiplied by in the mean over its site."""
+        """Returns the factor of a rank's gradient in the mean over its site."""
         own = self._reports[rank].header.weight
         return own / self.weight if self.weight else 0.0
 
     def weighted(self, d_GRO: Tensor, rank: int) -> Tensor:
-        """A rank's deltas in the mean over its site; of no samples zeros, also of NaN."""
+        """Scales a rank's deltas for the mean over its site; at weight 0 even NaN become zeros."""
         own = self._reports[rank].header.weight
         return d_GRO / (self.weight / own) if own else torch.zeros_like(d_GRO)
 
     def use(self, slot: Slot) -> SlotUse:
-        """How the site as a whole uses a slot."""
+        """Returns how the site as a whole uses a slot."""
         uses = self._uses(slot)
         return SlotUse(sum(use.rows for use in uses), slot in self._of_rows, _dtype(uses))
 
     def header(self, header: Header, share: Model) -> Header:
-        """What the site announces of a rank's share.
+        """Returns the header in which a rank announces its share for the whole site.
 
         Args:
-            header: of this rank, of the whole model.
-            share: of it.
+            header: of this rank, about the whole model.
+            share: the rank's share of the model.
         """
         used = tuple(name in self.used for name in share.params)
         uses = tuple(map(self.use, share.slots))
         joins = [report.header.join for report in self._reports]
-        join = Join.GONE if Join.GONE in joins else min(joins)  # inside while one of the ranks is
+        # The minimum: a site is inside of join() while one of its ranks has a batch.
+        join = Join.GONE if Join.GONE in joins else min(joins)
         masks = zip(*(report.header.buffers for report in self._reports), strict=True)
         own = {"weight": self.weight, "join": join, "buffers": tuple(map(any, masks))}
         return replace(header, used=used, uses=uses, **own)
 
     @property
     def active(self) -> list[int]:
-        """The ranks of the site that have a batch in `session.join()`."""
+        """Ranks of the site that still have a batch in `session.join()`."""
         reports = enumerate(self._reports)
         return [rank for rank, report in reports if report.header.join == Join.INSIDE]
 
     def layout(self, rank: int, owner: int) -> Layout:
-        """What a rank has for the one that pools a share."""
+        """Returns the layout of the message of a rank for the one that pools a share."""
         share = self._shares[owner]
         extras = {name: p for name, p in share.params.items() if name in set(self.formed)}
         slots = [slot for slot in share.slots if slot in self._of_rows]
@@ -136,12 +137,12 @@ def _dtype(uses: Sequence[SlotUse]) -> torch.dtype:
 def pool(
     pooling: Pooling, comm: Comm, captured: Captured
 ) -> tuple[dict[str, Tensor], dict[Slot, list[Factors]]]:
-    """Sends every rank what it pools of this one's; the mean gradients and rows of its own share.
+    """Sends every rank what it pools; returns mean gradients and rows of this rank's share.
 
     Args:
         pooling: what is sent how.
         comm: to the ranks of this site.
-        captured: with this rank's rows.
+        captured: has this rank's rows.
     """
     ranks = range(comm.world_size)
     scale = pooling.scale(comm.rank)
@@ -158,7 +159,7 @@ def pool(
 
 
 def message_bytes(layout: Layout) -> int:
-    """The length of a message."""
+    """Returns the length of a message in bytes."""
     return max(layout.nbytes, _LEAST_BYTES)
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of one site tell each other: how each fares, and how its share travelled."""
+"""Reports between the ranks of one site: of each backward, and of how each share travelled."""
 
 from __future__ import annotations
 
@@ -14,21 +14,17 @@ from outergrad.messages.vote import NOTHING, Verdict
 
 
 class Fate(IntEnum):
-    """What has become of a step on one rank; the worst one counts."""
+    """Status of a step on one rank; the worst of a site's ranks decides."""
 
     GOOD = 0
     FAILED = 1
-    """It raised: nothing of the step may be applied."""
+    """The rank raised: nothing of the step may be applied."""
     LOST = 2
-    """It cannot reach its counterparts at the other sites any more."""
+    """The rank cannot reach its counterparts at the other sites any more."""
 
 
 def fate_of(word: int, rank: int) -> Fate:
-    """What a rank sent.
-
-    Raises:
-        ExchangeError: it is none.
-    """
+    """Decodes the status that a rank sent; raises ExchangeError if there is no such `Fate`."""
     try:
         return Fate(word)
     except ValueError:
@@ -37,11 +33,11 @@ def fate_of(word: int, rank: int) -> Fate:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank tells the others of its site at the end of backward.
+    """Report of a rank to the others of its site, at the end of backward.
 
     Attributes:
-        header: what it has of every parameter and slot.
-        fate: of its backward.
+        header: what the rank has of every parameter and slot.
+        fate: status of its backward.
         has_autograd_grad: per parameter, whether autograd has a gradient besides captured rows.
     """
 
@@ -50,12 +46,12 @@ class Report:
     has_autograd_grad: tuple[bool, ...]
 
     def words(self) -> list[int]:
-        """Its int64 words."""
+        """Encodes the report as int64 words."""
         return [*self.header.words(), self.fate, *map(int, self.has_autograd_grad)]
 
     @staticmethod
     def parse(words: Sequence[int], expected: Header, rank: int) -> Report:
-        """Another rank's, checked as `Header.parse` does."""
+        """Decodes another rank's report; raises as `Header.parse` if it cannot be right."""
         start = expected.length
         header = Header.parse(words[:start], expected, rank)
         fate, *has_autograd_grad = words[start:] or [-1]
@@ -66,13 +62,14 @@ class Report:
 
 @dataclass(frozen=True)
 class Ending:
-    """What has become of a rank's share between the sites.
+    """Report of how a rank's share fared between the sites.
 
     Attributes:
-        fate: of it.
-        verdict: of all sites on it.
-        site: which of them said so first.
-        param: index of what this is about among the `Subjects` of the whole model, or NOTHING.
+        fate: status of the share.
+        verdict: of all sites on the share.
+        site: first site with that verdict.
+        param: index of what the verdict is about among the `Subjects` of the whole model, or
+            NOTHING.
     """
 
     fate: Fate
@@ -81,15 +78,15 @@ class Ending:
     param: int = NOTHING
 
     def words(self) -> list[int]:
-        """Its int64 words."""
+        """Encodes the report as int64 words."""
         return [self.fate, self.verdict, self.site, self.param]
 
     @staticmethod
     def parse(words: Sequence[int], rank: int, subjects: int, sites: int) -> Ending:
-        """Another rank's.
+        """Decodes another rank's report.
 
         Raises:
-            ExchangeError: it says what cannot be.
+            ExchangeError: a word is out of its range.
         """
         fate, verdict, site, param = words
         try:
@@ -103,15 +100,15 @@ ENDING_WORDS = 4
 
 
 def reasons_text(reasons: Sequence[Reason]) -> bytes:
-    """How the units of a share travelled, as it is sent."""
+    """Encodes, as JSON, how the units of a share travelled."""
     return json.dumps([reason.plain() for reason in reasons]).encode()
 
 
 def told_reasons(text: bytes, rank: int, units: int) -> list[Reason]:
-    """How the units of a rank's share travelled, as it says.
+    """Decodes how the units of a rank's share travelled.
 
     Raises:
-        ExchangeError: it says something else.
+        ExchangeError: the text cannot be read, or is about another number of units.
     """
     try:
         told = [Reason.of(plain) for plain in json.loads(text)]

@@ -1,4 +1,4 @@
-"""What the ranks of a mesh tell each other when some are lost, across both of its dimensions."""
+"""Failure reports between all ranks of a mesh, across both of its dimensions."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _BITS = 62
 
 
 class Meeting:
-    """A place in a store where every rank of a mesh can leave a text for all others.
+    """Place in a store where every rank of a mesh can leave a text for all others.
 
-    A group has keys of its own in a store, which ranks of other groups do not know; but the store
-    below is mostly the same. The ranks draw a name for the keys of this mesh and look whether they
-    find each other there.
+    A process group prefixes its keys in the store, and ranks of other groups do not know the
+    prefix; but the store beneath is mostly the same. So the ranks draw a prefix for this mesh, and
+    check whether they find each other there.
 
     Args:
-        group: one of this rank's.
+        group: a process group of this rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -36,14 +36,22 @@ class Meeting:
         self.store: Store | None = None
 
     def draw(self, site: Comm, local: Comm) -> int:
-        """A number that all ranks have drawn together, the first one's."""
+        """Returns a random number of the first rank, the same on all; a collective of all ranks."""
         own = secrets.randbits(_BITS)
         with ranks_named(local):
             inside = words_of_all(local, [own])[0]
         return words_of_all(site, inside)[0][0]
 
     def write(self, drawn: int, number: int) -> StoreBoard | None:
-        """This rank's name; the others can read it then."""
+        """Writes this rank's name under the prefix, for the others to read.
+
+        Args:
+            drawn: what `draw` returned.
+            number: of this rank.
+
+        Returns:
+            The board with that prefix; None if the group has no store.
+        """
         if self._root is None:
             return None
         self.store = PrefixStore(f"outergrad/mesh/{drawn}", self._root)
@@ -55,7 +63,7 @@ class Meeting:
         return board
 
     def look(self, board: StoreBoard | None, ranks: int) -> None:
-        """All have written theirs: without one that cannot be read the place is none."""
+        """Gives the place up unless the names of all ranks, which have written, can be read."""
         try:
             if board is None or None in [board.slot(f"rank {n}") for n in range(ranks)]:
                 self.store = None
@@ -64,7 +72,7 @@ class Meeting:
 
     @property
     def host(self) -> int | None:
-        """The rank that the store ends with, if any."""
+        """Number of the rank whose process holds the store; None if none does."""
         return USUAL_HOST if self.store is not None and ends_with_a_site(self.store) else None
 
 
@@ -75,16 +83,16 @@ def _root_of(store: Store | None) -> Store | None:
 
 
 class Ranks(MeshRanks):
-    """The ranks of a mesh, numbered site by site, for the sessions on one of its transports.
+    """Ranks of a mesh, numbered site by site, for the sessions on one of its transports.
 
     Args:
-        numbers: of the ranks of that transport.
-        number: of this rank.
-        sites: how many there are.
-        local: ranks of each.
-        comms: all transports of this rank, which end together.
-        meeting: of the mesh.
-        peers: ranks that take part in the steps of a session on that transport.
+        numbers: numbers of the ranks of that transport.
+        number: number of this rank.
+        sites: number of sites.
+        local: number of ranks per site.
+        comms: all transports of this rank, which are closed together.
+        meeting: place for the failure reports of the mesh.
+        peers: numbers of the ranks that take part in the steps of a session on that transport.
     """
 
     def __init__(
@@ -104,24 +112,24 @@ class Ranks(MeshRanks):
 
     @property
     def host(self) -> int | None:
-        """The rank that the place where texts are left ends with, if any."""
+        """Number of the rank whose process holds the place for texts; None if none does."""
         return self._meeting.host
 
     @property
     def has_place(self) -> bool:
-        """Whether there is a place where all can leave texts."""
+        """True if there is a place where all ranks can leave texts."""
         return self._meeting.store is not None
 
     def numbers_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """The numbers of ranks of the transport."""
+        """Returns the numbers, in the mesh, of ranks of the transport."""
         return tuple(self._numbers[rank] for rank in ranks)
 
     def place_of(self, number: int) -> tuple[int, int]:
-        """The site of a rank, and its local rank."""
+        """Returns the site of a rank, and its local rank."""
         return divmod(number, self._local)
 
     def words(self, session: int, limit_s: float | None = None) -> LastWords | None:
-        """Where texts of a session are left; None where ranks share no store."""
+        """Returns the place for texts of a session; None if the ranks share no store."""
         store = self._meeting.store
         if store is None:
             return None
@@ -130,7 +138,10 @@ class Ranks(MeshRanks):
     def give_up(
         self, text: str, final: str, enough: Enough, patience_s: float, session: int
     ) -> list[str | None] | None:
-        """As `Comm.give_up`, of all ranks, which closes all transports of this one."""
+        """Leaves a text and gathers those of all ranks, as `Comm.give_up`.
+
+        Closes all transports of this rank.
+        """
         words = self.words(session)
         if words is not None:
             words.leave(text)
@@ -141,7 +152,7 @@ class Ranks(MeshRanks):
 
 @contextmanager
 def ranks_named(comm: Comm) -> Iterator[None]:
-    """Gives the errors of a transport of a mesh the numbers of the ranks that are out of reach."""
+    """Adds the numbers of unreachable ranks to exchange errors inside the block."""
     try:
         yield
     except ExchangeError as error:

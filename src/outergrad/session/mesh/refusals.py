@@ -1,4 +1,4 @@
-"""What does not go together with `mesh=`, and what to do instead."""
+"""Checks of `mesh=` against method, model and settings: a problem and its remedy each."""
 
 from __future__ import annotations
 
@@ -14,18 +14,14 @@ _SHARDED = "a model of fully_shard()"
 
 
 def refuse(problems: Iterator[str]) -> None:
-    """Raises for the first of what cannot be.
-
-    Raises:
-        ValueError: names it, with the remedy.
-    """
+    """Raises ValueError, with the remedy, for the first problem, if there is one."""
     first = next(problems, None)
     if first is not None:
         raise ValueError(f"mesh= with {first}")
 
 
 def of_method(method: Any, *, sharded: bool) -> Iterator[str]:
-    """Methods that need sites of one rank, or whole models."""
+    """Yields problems of a method that needs sites of one rank, or whole models."""
     if isinstance(method, Auto) and method.frozen is None:
         yield (
             "og.Auto(): the ranks of a site do not tell each other how long steps take; name a "
@@ -49,7 +45,7 @@ def of_method(method: Any, *, sharded: bool) -> Iterator[str]:
 
 
 def of_inspection(inspection: Inspection, *, sharded: bool, steps: bool) -> Iterator[str]:
-    """What the method would do of this model."""
+    """Yields problems of a method with this model."""
     if inspection.joint_parts:
         yield (
             "PerLayer(joint=True): deltas are averaged while backward runs, and what the ranks of "
@@ -70,7 +66,7 @@ def of_inspection(inspection: Inspection, *, sharded: bool, steps: bool) -> Iter
 
 
 def of_settings(settings: Mapping[str, Any], *, sharded: bool, steps: bool) -> Iterator[str]:
-    """Settings that need sites of one rank, or whole models, or gradients."""
+    """Yields problems of settings that need sites of one rank, whole models, or gradients."""
     weighting, buffers = settings["weighting"], settings["buffers"]
     verify_every = settings["verify_every"]
     if steps and weighting != "sites":
@@ -98,7 +94,7 @@ def of_settings(settings: Mapping[str, Any], *, sharded: bool, steps: bool) -> I
 
 
 def _of_transform(transform: GradientTransform | None, *, sharded: bool) -> Iterator[str]:
-    """Transforms of which no rank sees what they ask for."""
+    """Yields problems of a transform that asks for what no rank sees."""
     if transform is None:
         return
     if sharded:

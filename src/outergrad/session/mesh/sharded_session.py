@@ -1,4 +1,4 @@
-"""A session whose ranks hold shards of the model (FSDP2)."""
+"""Session whose ranks hold shards of the model (FSDP2)."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from outergrad.step.unsynced import UnsyncedStep
 
 
 class ShardedSession(MeshSession):
-    """A session of which every rank shares its shards with its counterparts at the other sites.
+    """Session in which every rank shares its shards with its counterparts at the other sites.
 
-    FSDP2 calls the hooks of sharded parameters once it has reduced their gradients; at the end of
-    backward, behind FSDP2's own end, the mean over the sites is formed.
+    FSDP2 calls the hooks of sharded parameters once it has reduced their gradients. The mean over
+    the sites is formed at the end of backward, after FSDP2's own callback there.
     """
 
     def __init__(
@@ -46,26 +46,27 @@ class ShardedSession(MeshSession):
         super().__init__(inspection, levels, fingerprint, settings)
         self._shards, self._several = shards, True
         trained = {name: shards.params[name] for name in inspection.model.params}
-        # Hooks of others are looked for at the nodes of now, which would go if nobody held them.
+        # HeldHooks look for the hooks of others at these nodes, which autograd frees and makes
+        # anew unless somebody holds them.
         self._nodes = [get_gradient_edge(p).node for p in trained.values()]
         self._claims = {
             n: HookedClaim(p, self, partial(self.on_ready, n)) for n, p in trained.items()
         }
 
     def detach(self) -> None:
-        """As `Session.detach`; FSDP2 goes on inside the site."""
+        """Ends the session, as `Session.detach`; FSDP2 goes on inside the site."""
         for claim in self._claims.values():
             claim.remove()
         super().detach()
 
     def watch(self, model: nn.Module, watch: ModelWatch) -> None:
-        """Looks at the model before steps of optimizers: else FSDP2 has its own tensors in it."""
+        """Checks the model before optimizer steps only: else FSDP2 has its own tensors in it."""
         self._model_watch = lambda: watch
         self._thread = get_ident()
         look_at_steps(self)
 
     def on_ready(self, name: str) -> None:
-        """FSDP2 has the gradient of a shard."""
+        """Notes that FSDP2 has reduced the gradient of a shard; called by its hook."""
         with self._giving_up():
             step = self._current()
         step.captured.used.add(name)
@@ -79,14 +80,14 @@ class ShardedSession(MeshSession):
         return [self._model] * self._levels.local.world_size
 
     def coverage(self) -> Coverage:
-        """As `Session.coverage`, of this rank's shards."""
+        """Returns how each of this rank's shards travels, as `Session.coverage`."""
         return Session.coverage(self)
 
     def _inside(self, planner: SharePlanner, model: Model) -> Sharded:
         return Sharded(self._shards, model, self._levels.local)
 
     def _step_of_spec(self, spec: StepSpec) -> MeshStep:
-        """FSDP2 tells what is used only as it comes."""
+        """Counts gradients of earlier `no_sync` passes as used; FSDP2's hooks add this pass's."""
         return super()._step_of_spec(replace(spec, used={*spec.used, *self._unshared}))
 
     def _begin(self, task: int) -> Step:

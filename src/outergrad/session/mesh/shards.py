@@ -1,4 +1,4 @@
-"""Sites whose ranks hold shards of the model (FSDP2): shards travel between counterparts."""
+"""Shards of an FSDP2 model: each rank shares its own with its counterparts at the other sites."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from outergrad.step.spec import StepSpec
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `torch.distributed.fsdp.fully_shard` was applied to some part of the model."""
+    """True if `torch.distributed.fsdp.fully_shard` was applied to some part of the model."""
     wrapped = (base.__name__ for m in model.modules() for base in type(m).__mro__)
     return "FSDPModule" in wrapped
 
@@ -34,13 +34,13 @@ def is_sharded(model: nn.Module) -> bool:
 class Shards:
     """This rank's shards of a model's parameters, as plain parameters.
 
-    They share memory with the model's, so that what is written to one is in the other.
+    They share memory with the model's parameters, so that a write to one is seen in the other.
 
     Args:
-        model: sharded.
+        model: the sharded model.
 
     Attributes:
-        params: the model's, `DTensor`s, by name.
+        params: the model's parameters, `DTensor`s, by name.
         module: holds the shards under the same names.
     """
 
@@ -58,13 +58,13 @@ class Shards:
         self._own = dict(self.module.named_parameters())
 
     def take(self) -> None:
-        """Lends the gradients of the model's parameters to the shards."""
+        """Sets each shard's `grad` to this rank's part of the model's gradient, sharing memory."""
         for name, own in self._own.items():
             grad = self.params[name].grad
             own.grad = None if grad is None else shard_of(grad)
 
     def give_back(self) -> None:
-        """Takes them back, with those that only other sites had."""
+        """Clears the shards' `grad`; the model gets gradients that only other sites had."""
         for name, own in self._own.items():
             p, own_grad = self.params[name], own.grad
             own.grad = None
@@ -73,13 +73,12 @@ class Shards:
 
 
 def shard_of(t: Any) -> Tensor:
-    """This rank's part of a `DTensor`: the same memory."""
+    """Returns this rank's part of a `DTensor`, in the same memory."""
     with torch.no_grad():
         return t.to_local()
 
 
 def _like(p: Any, own: Tensor) -> Any:
-    """A `DTensor` of this rank's part, laid out as another one."""
     from torch.distributed.tensor import DTensor  # its import costs half a second
 
     return DTensor.from_local(
@@ -88,10 +87,10 @@ def _like(p: Any, own: Tensor) -> Any:
 
 
 def look_at(model: nn.Module, method: Any, mesh: Mesh) -> tuple[Inspection, Shards]:
-    """What is shared of a sharded model: its shards, of which only formed gradients are known.
+    """Inspects a sharded model: what is shared are its shards, of which no factors are known.
 
     Raises:
-        ValueError: it is not sharded over the ranks of a site, or the method needs factors.
+        ValueError: the model is not sharded over the ranks of a site, or the method needs factors.
     """
     for name, _ in model.named_parameters():
         for one in method.candidates(name) if is_policy(method) else [method]:
@@ -138,15 +137,15 @@ def _check_parameter(name: str, p: Any, ranks: Sequence[int]) -> None:
 
 
 class Sharded:
-    """FSDP2 reduces gradients inside the site, and leaves each rank its shards.
+    """Intra-site reducer for FSDP2, which itself reduces gradients and leaves each rank its shards.
 
     Args:
-        shards: this rank's.
-        model: of them.
-        local: to the ranks of this site.
+        shards: this rank's shards.
+        model: model of these shards.
+        local: transport to the ranks of this site.
 
     Attributes:
-        local: the same.
+        params: parameters of the sharded model, by name.
     """
 
     def __init__(self, shards: Shards, model: Model, local: Comm) -> None:
@@ -154,22 +153,22 @@ class Sharded:
         self.params = {name: shards.params[name] for name in model.params}
 
     def prepare(self, captured: Captured) -> None:
-        """Nothing is left to be done."""
+        """Does nothing: FSDP2 has reduced the gradients."""
 
     def reduce(self, spec: StepSpec, captured: Captured, fate: Fate) -> tuple[StepSpec, Fate]:
-        """Lends the gradients that FSDP2 has left."""
+        """Gives the step the gradients that FSDP2 has left, and this rank's own status."""
         self._shards.take()
         used = captured.used
         header = replace(spec.header, used=tuple(name in used for name in spec.model.params))
         return replace(spec, header=header, used=set(used)), fate
 
     def tell(self, ending: Ending, step: MeshStep) -> list[list[int]]:
-        """Takes back the gradients, and tells what has become of them."""
+        """Gives the gradients back to the model, and exchanges the reports on all shares."""
         self._shards.give_back()
         return words_of_all(self.local, ending.words())
 
     def spread(self, step: MeshStep) -> Spread:
-        """Every rank has its shards."""
+        """Returns the result of this rank's shares; every rank has its mean gradients already."""
         assert step.choice is not None
         units, choice = self._model.units, step.choice
         reasons = dict(zip(units, choice.reasons, strict=True))
@@ -177,7 +176,7 @@ class Sharded:
 
 
 def broadcast_shards(levels: Levels, inspection: Inspection, model: nn.Module) -> None:
-    """Makes the shards equal to their counterparts of the first site, and buffers everywhere."""
+    """Makes shards equal to their counterparts at the first site, and buffers on all ranks."""
     own = [*inspection.model.params.values(), *inspection.frozen.values()]
     broadcast_all(levels.site, own)
     levels.broadcast_all(list(model.buffers()))

@@ -1,4 +1,4 @@
-"""The plans of one rank's share of a model."""
+"""Planner of the steps of one rank's share of a model."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from outergrad.planning.plan import Planner
 
 
 class SharePlanner(Planner):
-    """Of one rank's share: what methods remember counts when the step of all shares does.
+    """Planner of one rank's share: its methods commit residuals when the step of all shares counts.
 
     Args:
-        shares: what each rank pools of what its site has.
-        rank: of this one in its site.
+        shares: per rank of the site, the part of the model that it pools.
+        rank: local rank of this one.
         compressors: of all units.
         cost: of the transport between the sites.
         own: names of parameters that stay inside the site.
 
     Attributes:
-        between: of this rank's share, what it takes to the other sites.
-        known: how units travelled, as all ranks of the site know it.
+        between: the part of this rank's share that it takes to the other sites.
+        known: per unit, how it travelled, as all ranks of the site know.
     """
 
     def __init__(
@@ -43,24 +43,24 @@ class SharePlanner(Planner):
 
     @property
     def share(self) -> Model:
-        """This rank's."""
+        """Share of this rank."""
         return self.shares[self._rank]
 
     def of(self, model: Model) -> SharePlanner:
-        """Of the shares of a part of the model."""
+        """Returns the planner of a part of the model, which shares what this one has learnt."""
         parts = [part_of(share, model.params) for share in self.shares]
         part = SharePlanner(parts, self._rank, self._compressors, self._cost, self._own)
         part._has_autograd_grad = self._has_autograd_grad
         return part
 
     def commit(self, *, applied: bool) -> None:
-        """The share has arrived, or is void."""
+        """Rolls back at once if the share is void; else waits for `conclude`."""
         self._committed = not applied
         if not applied:
             super().commit(applied=False)
 
     def conclude(self, *, applied: bool) -> None:
-        """So have the others, or not."""
+        """Commits or rolls back a share that has arrived, by whether all shares did."""
         if not self._committed:
             self._committed = True
             super().commit(applied=applied)

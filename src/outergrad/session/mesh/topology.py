@@ -1,4 +1,4 @@
-"""A session over the ranks of a mesh: sites of several ranks each."""
+"""Topology of a session over a mesh, whose sites have several ranks each."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from outergrad.step.buffers import Kind
 
 
 class MeshTopology(Topology):
-    """Ranks whose gradients are pooled inside a site before they travel between sites.
+    """Topology of ranks whose gradients are pooled inside a site before they leave it.
 
     Args:
         mesh: the ranks.
-        levels: its two transports.
+        levels: the two transports of the mesh.
     """
 
     buffers: Kind = "local"
@@ -49,16 +49,20 @@ class MeshTopology(Topology):
     def __init__(self, mesh: Mesh, levels: Levels) -> None:
         super().__init__(levels.site)
         for comm in (levels.site, levels.local):
-            comm.board = None  # who has applied a share does not know of the other shares
+            comm.board = None  # a rank that has applied its share does not know of the others
         self._mesh, self._levels = mesh, levels
         self._meeting = levels.meet(mesh.get_group("site"))
         self._shards: Shards | None = None
         self._inside: Inspection | None = None
-        """What the ranks of a site share in every backward, where sites step by themselves."""
+        """With `og.LocalSteps`: what the ranks of a site share in every backward; else None."""
         self._own: list[str] = []
 
     def look_at(self, model: nn.Module, method: Any, rules: Rules) -> Inspection:
-        """What is shared, of shards of the model if the ranks of a site hold such."""
+        """Inspects the model, or this rank's shards of it if it is sharded.
+
+        Raises:
+            ValueError: the model or the method cannot be used.
+        """
         refuse(of_method(method, sharded=is_sharded(model)))
         if is_sharded(model):
             inspection, self._shards = look_at(model, method, self._mesh)
@@ -75,7 +79,7 @@ class MeshTopology(Topology):
         return averaged_inside(model, inspection) if inspection.local else inspection
 
     def refuse_settings(self, **settings: Any) -> None:
-        """Raises for settings that need one level."""
+        """Raises for settings that a mesh cannot have."""
         refuse(of_settings(settings, **self._kind))
 
     @property
@@ -83,7 +87,7 @@ class MeshTopology(Topology):
         return {"sharded": self._shards is not None, "steps": self._inside is not None}
 
     def agree(self, lines: Sequence[str], error: Exception | None) -> int:
-        """All ranks of all sites."""
+        """Compares descriptions over all ranks; also draws the place for failure reports."""
         levels, meeting = self._levels, self._meeting
         board = meeting.write(meeting.draw(levels.site, levels.local), levels.number)
         agreed = levels.agree(lines, error, self._own)
@@ -91,7 +95,10 @@ class MeshTopology(Topology):
         return agreed
 
     def make_equal(self, model: nn.Module, inspection: Inspection) -> list[Tensor]:
-        """Overwrites parameters and buffers by the first site's; shards are not compared."""
+        """Overwrites parameters and buffers by the first site's; returns what can be compared.
+
+        Shards are not compared.
+        """
         if self._shards is not None:
             broadcast_shards(self._levels, inspection, model)
             return []
@@ -105,7 +112,7 @@ class MeshTopology(Topology):
     def session(
         self, inspection: Inspection, agreed: int, settings: Settings, method: Any
     ) -> MeshSession:
-        """The session of this rank."""
+        """Returns the session of this rank, whose layers are not tapped yet."""
         if self._shards is not None:
             return ShardedSession(inspection, self._levels, agreed, settings, self._shards)
         if self._inside is not None:
@@ -118,7 +125,7 @@ class MeshTopology(Topology):
 
 
 def averaged_inside(model: nn.Module, inspection: Inspection) -> Inspection:
-    """`og.Local()` parameters are a site's own, so that its ranks share them, and nobody else."""
+    """Adds `og.Local()` parameters to what is shared: the ranks of a site average them."""
     own = {name: p for name, p in inspection.local.items() if p.requires_grad}
     names = inspection.model.params.keys() | own.keys()
     params = {name: p for name, p in model.named_parameters() if name in names}

@@ -1,1 +1,1 @@
-"""The commands of ``outergrad``, one file each."""
+"""Commands of ``outergrad``, one file each."""

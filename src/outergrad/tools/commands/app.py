@@ -1,4 +1,4 @@
-"""The ``outergrad`` command: the commands beside this file, and those that other packages add."""
+"""Entry point of the ``outergrad`` command, including commands that other packages register."""
 
 import platform
 from importlib.metadata import entry_points

@@ -1,4 +1,4 @@
-"""``outergrad doctor``."""
+"""Command ``outergrad doctor``."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ Timeout = Annotated[float, typer.Option(min=1, help="Seconds to wait for the oth
 def doctor(
     sites: Sites = None, rank: Rank = None, master: Master = "", timeout: Timeout = 30
 ) -> None:
-    """Check this machine, and what is between the sites; say what to mend.
+    """Check this machine and the connections between sites; suggest remedies.
 
     Alone it checks this machine; with --sites 2, two local processes besides.
 

@@ -1,4 +1,4 @@
-"""``outergrad hub``: what sites of a star reach each other through."""
+"""Command ``outergrad hub``: the relay through which the sites of a star communicate."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Days = Annotated[int, typer.Option(min=1, help="How long the certificate holds."
 
 @contextmanager
 def star_errors() -> Iterator[None]:
-    """What a user can do something about is told in one line."""
+    """Context that prints an error that the user can mend in one line."""
     with errors_in_one_line():
         missing = [name for name in ("grpc", "cryptography") if not find_spec(name)]
         if missing:
@@ -63,7 +63,7 @@ def init(
         list[str] | None, typer.Option(help="Another name or address of it; may be repeated.")
     ] = None,
 ) -> None:
-    """Make an authority of its own, and a certificate for the hub.
+    """Make a certificate authority for the hub, and the hub's own certificate.
 
     Whoever can read the folder can invite sites: keep it as you would keep a password.
     """
@@ -83,7 +83,7 @@ def invite(
 ) -> None:
     """Write a kit for a site: its key and certificate, and the address of the hub.
 
-    Hand it over as you would a password. A kit that the site had before does not count any more.
+    Hand it over as you would a password. An earlier kit of the site is invalid from then on.
     """
     with star_errors():
         path = out or Path(f"{site}.kit")
@@ -108,8 +108,8 @@ def sign(
 ) -> None:
     """Sign the key of a site that has made it itself. Nothing in what it writes is secret.
 
-    Compare the fingerprint with the one that the site was shown, by telephone: then nobody has
-    changed the request on its way.
+    Compare the fingerprint with the one that the site was shown, by telephone, to make sure that
+    nobody has changed the request on its way.
     """
     with star_errors():
         from outergrad.star.authority import read_request
@@ -128,7 +128,7 @@ def sign(
 
 @hub_app.command()
 def revoke(site: Site, folder: Folder = FOLDER) -> None:
-    """Let a site take part no more; a hub that runs ends its line within a second."""
+    """Exclude a site; a running hub ends its connection within a second."""
     with star_errors():
         _folder(folder).revoke(site)
         print(f"{site} is revoked")
@@ -192,10 +192,10 @@ def verify(
 
 
 class _Start:
-    """What the log says between two starts of the hub, each of which counts its runs anew.
+    """Part of the log from one start of the hub to the next; each start counts its runs anew.
 
     Args:
-        at: when it started, if the log says so.
+        at: Unix time of the start in seconds, if the log has it.
     """
 
     def __init__(self, at: float | None = None) -> None:
@@ -203,7 +203,6 @@ class _Start:
         self._notes: list[str] = []
 
     def add(self, line: dict[str, Any]) -> None:
-        """Takes one line of the log."""
         if line["what"] == "step":
             by = line.get("told by")
             who = ", ".join(line["sites"]) + (f", by the word of {', '.join(by)}" if by else "")
@@ -216,7 +215,7 @@ class _Start:
             )
 
     def told(self) -> list[str]:
-        """Lines for the user; none where nothing happened that counts."""
+        """Lines for the user; empty if nothing relevant happened."""
         found = [f"{who}: {part.count} steps" for who, part in self._parts.items()]
         found += self._notes
         if found and self._at is not None:
@@ -228,14 +227,14 @@ class _Start:
 class _Parts:
     """Steps in which the same sites took part.
 
-    A line tells of all since the last vote, also of those that a session has settled since.
+    A line of the log covers all steps since the last vote, even if a session has settled some
+    since.
     """
 
     def __init__(self) -> None:
         self.count, self._last = 0, dict[int, int]()
 
     def add(self, line: dict[str, Any]) -> None:
-        """Takes one line of the log."""
         session, first, last = line["session"], line["first"], line["step"]
         known = self._last.get(session, -1)
         is_longer = first <= known < last

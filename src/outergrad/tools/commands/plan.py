@@ -1,4 +1,4 @@
-"""``outergrad plan``."""
+"""Command ``outergrad plan``."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ from outergrad.tools.plan.table import layer_tables, methods_table
 from outergrad.tools.plan.words import sentences, why_equal_layers_differ
 
 WIDTH = 80
-"""Of what is not written to a terminal."""
+"""Columns of output that is not written to a terminal."""
 COMPARED = "dense,dad,edad,og-powersgd:rank=4,rank-dad-1,rank-dad-4,rank-dad:rank=16"
 
 Model = Annotated[
@@ -88,8 +88,8 @@ def plan(
 ) -> None:
     """Predict what each method would send and how long a step would take, on this machine alone.
 
-    Some steps run here, and all other sites are taken to do the same: bytes are exact, and seconds
-    are those of sites like this machine, each to itself.
+    Some steps run here, and all other sites are assumed to do the same. Bytes are exact; seconds
+    assume that each site has its own machine like this one.
     """
     with errors_in_one_line():
         question = Question(
@@ -111,7 +111,6 @@ def plan(
 
 
 def _watched(question: Question) -> Forecast:
-    """Plans, with a bar."""
     with step_bars(shown=True) as bars:
         turns = ROUNDS * (len({"dense", *question.methods}) + 1)
         task = bars.add_task(question.model, total=turns)
@@ -122,7 +121,7 @@ def _watched(question: Question) -> Forecast:
 
 
 def show(found: Forecast, *, layers: bool = False) -> None:
-    """Writes what a plan comes to, and the tables."""
+    """Prints a forecast: its sentences and its tables."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)

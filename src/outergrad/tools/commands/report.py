@@ -1,4 +1,4 @@
-"""``outergrad report``."""
+"""Command ``outergrad report``."""
 
 import time
 from pathlib import Path
@@ -24,7 +24,7 @@ Live = Annotated[
 
 
 def report(runs: Runs, out: Out = Path("report.html"), live: Live = False) -> None:
-    """Draw what runs recorded on one page that opens anywhere, without a network.
+    """Draw recorded runs on one page that opens anywhere, without a network.
 
     Ranks, bytes, seconds and spectra of every layer: outergrad report runs/a runs/b
     """
@@ -45,7 +45,7 @@ def _written(runs: list[Path], out: Path, reload_s: int | None = None) -> Page:
 
 
 def _follow(runs: list[Path], out: Path) -> Page:
-    """Writes the page until all runs have ended, or Ctrl-C: then once more, without reloading."""
+    """Rewrites the page until all runs have ended; after Ctrl-C once more, without reloading."""
     page = _written(runs, out, EVERY_S)
     if not page.ended:
         print(

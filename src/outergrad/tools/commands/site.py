@@ -1,4 +1,4 @@
-"""``outergrad site``: to make a site's key, and to train as a site of a star."""
+"""Command ``outergrad site``: makes a site's key, and trains as a site of a star."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _RUN = "run"
 
 
 class _OrAScript(TyperGroup):
-    """What is no command is the script to run, or an option that comes before it."""
+    """Command group whose default command runs a script."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Puts in the name of the command that is meant."""
+        """Inserts the default command if the first argument is a script or an option."""
         is_known = not args or args[0] in self.commands or args[0] in ctx.help_option_names
         return super().parse_args(ctx, args if is_known else [_RUN, *args])
 
@@ -76,7 +76,7 @@ def join(
         Path | None, typer.Option("--out", "-o", help="The kit.", show_default="SITE.kit")
     ] = None,
 ) -> None:
-    """Put this site's key and what the hub has signed together: that is its kit."""
+    """Combine this site's key with the file that the hub has signed, into the site's kit."""
     with star_errors():
         from outergrad.star.authority import site_name
         from outergrad.star.kit import read_signed, refuse_open_to_others
@@ -115,4 +115,4 @@ def run(
     except SystemExit:
         leave_all()
         raise
-    leave_all()  # the command ends without what Python does at its end
+    leave_all()  # the command exits without running Python's atexit handlers

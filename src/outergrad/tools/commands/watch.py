@@ -1,4 +1,4 @@
-"""``outergrad watch``."""
+"""Command ``outergrad watch``."""
 
 import io
 import sys
@@ -22,12 +22,12 @@ Once = Annotated[bool, typer.Option("--once", help="Show what there is now, and 
 def watch(run: Run, once: Once = False) -> None:
     """Show a run while it trains: loss, bytes, time, and the rank of every layer.
 
-    Of several sites: the means of their scalars, bytes and times; of a layer the cosine of the
-    site that agrees least with the others and the error of the site that drops most.
-    Where the output is no terminal, a line every 10 seconds. Ctrl-C ends it.
+    For several sites it shows the means of their scalars, bytes and times, and for each layer the
+    cosine of the site that agrees least and the error of the site that drops most.
+    If the output is not a terminal, it prints a line every 10 seconds. Ctrl-C ends it.
     """
     with errors_in_one_line(), exit_on_signals():
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may lack the blocks of curves
+        if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack block characters
             sys.stdout.reconfigure(errors="replace")
         try:
             _watch(Watch(run, Console()), run, once=once)
@@ -50,7 +50,7 @@ def _watch(watch: Watch, run: Path, *, once: bool) -> None:
 
 
 def _nothing_in(run: Path) -> str:
-    """That nothing is there, and where something is."""
+    """Error text for a folder without events; names folders below it that have some."""
     if not run.exists():
         return f"there is no folder {run}"
     if any(run.glob(PATTERN)):

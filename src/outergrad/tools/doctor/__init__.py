@@ -1,1 +1,1 @@
-"""What is wrong with a machine, or between the sites, and how to mend it."""
+"""Diagnosis of a machine, or of the connections between sites, with remedies."""

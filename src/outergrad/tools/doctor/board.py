@@ -1,4 +1,4 @@
-"""Notes that the sites leave for one another in the store of the rendezvous."""
+"""Notes between sites, kept in the store of the rendezvous."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from outergrad.tools.doctor.findings import named
 
 T = TypeVar("T")
 Tell = Callable[[str], None]
-"""Hears what a site does or waits for."""
+"""Callback for progress: called with what a site does or waits for."""
 
 _ANSWER_S = 10.0
-"""Longest time for the store itself to answer."""
+"""Longest time for the store to answer."""
 
 
 class LostError(RuntimeError):
@@ -27,13 +27,13 @@ class LostError(RuntimeError):
 
 
 def bounded(work: Callable[[], T], limit_s: float) -> T:
-    """Does some work in a thread of its own, and waits no longer than a limit.
+    """Runs work in its own thread, and waits no longer than a limit.
 
-    PyTorch's stores and gloo can hang beyond their own timeouts where a peer is stopped, and
-    Ctrl-C would not end them.
+    PyTorch's stores and gloo can hang beyond their own timeouts where a peer is stopped, and Ctrl-C
+    would not end them.
 
     Raises:
-        TimeoutError: It is not done; the thread is left to itself, and ends with the process.
+        TimeoutError: It is not done; the thread is not stopped, and ends with the process.
     """
     outcome: Future[T] = Future()
 
@@ -50,45 +50,44 @@ def bounded(work: Callable[[], T], limit_s: float) -> T:
 
 
 class Board:
-    """What one site can read and write. Every wait has a limit."""
+    """A site's access to the notes. Every wait has a limit."""
 
     def __init__(self, store: Store, rank: int, sites: int) -> None:
-        """Opens the board at one of the sites."""
         self.store, self.rank, self.sites = store, rank, sites
         self._lost: LostError | None = None
         store.set_timeout(timedelta(seconds=_ANSWER_S))
 
     def post(self, key: str, value: Any) -> None:
-        """Leaves a note, of what JSON can hold."""
+        """Writes a note, whose value is of JSON's types."""
         self._asked(lambda: self.store.set(key, json.dumps(value)))
 
     def count(self, key: str) -> int:
-        """Adds one to a counter, and tells how many it is now."""
+        """Increments a counter, and returns its new value."""
         return self._asked(lambda: self.store.add(key, 1))
 
     def has(self, key: str) -> bool:
-        """Whether there is such a note."""
+        """True if there is such a note."""
         return self._asked(lambda: self.store.check([key]))
 
     def read(self, key: str) -> Any:
-        """A note; a TimeoutError if it does not come within some seconds."""
+        """Returns a note; raises TimeoutError if it does not come within some seconds."""
         return json.loads(self._asked(lambda: self.store.get(key)))
 
     def await_note(self, key: str) -> None:
-        """Waits some seconds for a note, and reacts at once; a TimeoutError if it does not come."""
+        """Waits for a note, without polling; raises TimeoutError after some seconds."""
         self._asked(lambda: self.store.wait([key], timedelta(seconds=_ANSWER_S)))
 
     def read_all(self, prefix: str, ranks: Sequence[int]) -> dict[int, Any]:
-        """The notes that are there already, as ``prefix/2`` of site 2, by rank."""
+        """Returns the notes that exist, by rank; the note of site 2 is ``prefix/2``."""
         return {r: self.read(key) for r in ranks if self.has(key := f"{prefix}/{r}")}
 
     def wait(
         self, prefix: str, ranks: Sequence[int], limit_s: float, tell: Tell = lambda _: None
     ) -> list[int]:
-        """Waits for a note of every site, as ``prefix/2`` of site 2.
+        """Waits for a note of each site; the note of site 2 is ``prefix/2``.
 
         Returns:
-            The sites that have not written.
+            The ranks of sites that have not written.
         """
         until_s = time.monotonic() + limit_s
         missing = list(ranks)

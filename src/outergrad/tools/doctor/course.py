@@ -1,4 +1,4 @@
-"""The course of the checks between sites, as one site goes through it."""
+"""Sequence of the checks between sites, from the view of one site."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LOOK = "look at the terminal there: a stopped process, a lost network, or a lat
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What there is to be told to the user: findings under their titles, and what was measured."""
+    """Report for the user: findings by section title, and measurements."""
 
     sections: dict[str, list[Finding]]
     roll: Roll = field(default_factory=Roll)
@@ -41,12 +41,12 @@ class Diagnosis:
 
     @property
     def findings(self) -> list[Finding]:
-        """All of them, in order."""
+        """All findings, in order."""
         return [finding for findings in self.sections.values() for finding in findings]
 
     @property
     def exit_code(self) -> int:
-        """1 where a problem keeps sites from training."""
+        """1 if a problem keeps sites from training, else 0."""
         return int(any(finding.level == Level.PROBLEM for finding in self.findings))
 
 
@@ -58,12 +58,12 @@ def examine(
     tell: Tell = lambda _: None,
     clock: Clock = time.time,
 ) -> Diagnosis:
-    """Meets the other sites and checks what is between them. All sites must call it.
+    """Meets the other sites and runs all checks between them. All sites must call it.
 
     The timeout is for the others to come. Progress goes to `tell`.
 
     Returns:
-        Everything at site 0; at the others only what their user must hear from them.
+        The whole report at site 0; at other sites only what their own user must see.
     """
     try:
         roll = meet(board, me, timeout_s, tell)
@@ -84,7 +84,7 @@ def examine(
 def _measure(
     board: Board, listener: socket.socket, roll: Roll, tell: Tell, clock: Clock
 ) -> list[int]:
-    """Measures clocks and links, and tries gloo; the ranks of sites that fell silent."""
+    """Measures clocks and links, and tries gloo; returns the ranks that stopped answering."""
     if check_sizes(roll.sites):
         return []
     tell("comparing the clocks")
@@ -116,7 +116,7 @@ def _report(board: Board, roll: Roll, unmet: Sequence[Finding]) -> Diagnosis:
 
 
 def _machines(roll: Roll) -> list[Finding]:
-    """What the sites found of their machines; all that is well, in one line."""
+    """Findings about single machines; those without a problem are merged into one line."""
     findings_S = [site.findings for site in roll.sites]
     well = sum(finding.level == Level.OK for findings in findings_S for finding in findings)
     summary = ok("machines", f"{well} checks at {named(roll.ranks)} are well")
@@ -128,7 +128,7 @@ def _lost(why: Exception) -> str:
 
 
 def _try_gloo(board: Board) -> tuple[float | None, str | None]:
-    """Seconds of the quickest sum of a number over all sites, or why there is none."""
+    """Seconds of the fastest all-reduce of a number over all sites, or the error."""
     try:
         return bounded(lambda: _quickest_sum_s(board), 2 * _GLOO_S), None
     except (RuntimeError, TimeoutError) as error:
@@ -147,7 +147,7 @@ def _quickest_sum_s(board: Board) -> float:
 
 
 def check_group(told: Mapping[int, Sequence[float | str | None]], ranks: Sequence[int]) -> Finding:
-    """Whether gloo has joined all sites, as each of them tells by rank."""
+    """Checks that gloo connects all sites, from each site's result by rank."""
     failed = [rank for rank in ranks if rank not in told or told[rank][1]]
     if not failed:
         slowest_s = max(float(told[rank][0] or 0.0) for rank in ranks)
@@ -158,10 +158,12 @@ def check_group(told: Mapping[int, Sequence[float | str | None]], ranks: Sequenc
 
 
 def agree_on_verdict(board: Board, report: Diagnosis) -> int:
-    """The exit code of all sites, which is site 0's; site 0 waits for the others to hear it.
+    """Returns site 0's exit code, or this site's own if that is not 0.
+
+    Site 0 waits a while for the others to read it.
 
     Raises:
-        SiteError: Site 0 does not tell.
+        SiteError: Site 0 does not answer.
     """
     try:
         if board.rank:

@@ -1,4 +1,4 @@
-"""What a check has found: a level, a sentence, and what to do about it."""
+"""Findings of checks: a level, a sentence, and a remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Level(IntEnum):
-    """How much a finding matters; only a problem keeps sites from training."""
+    """Severity of a finding; only a problem keeps sites from training."""
 
     OK = 0
     NOTE = 1
@@ -23,12 +23,12 @@ class Finding:
     """The outcome of one check."""
 
     level: Level
-    what: str  # was looked at, in a word or two
-    said: str  # what was found, one sentence
+    what: str  # subject of the check, in a word or two
+    said: str  # result, one sentence
     remedy: str = ""  # what the user should do, if anything
 
     def told(self) -> dict[str, Any]:
-        """The finding as JSON can hold it, which sites with other versions can read."""
+        """Returns the finding in JSON types, in a form that is independent of versions."""
         return {**vars(self), "level": self.level.name}
 
 
@@ -39,12 +39,12 @@ problem = partial(Finding, Level.PROBLEM)
 
 
 def heard(told: dict[str, Any]) -> Finding:
-    """The finding that another site told."""
+    """Returns a finding from the form of `Finding.told`."""
     return Finding(**{**told, "level": Level[told["level"]]})
 
 
 def merged(findings_S: Sequence[Sequence[Finding]], ranks: Sequence[int]) -> list[Finding]:
-    """Findings of several sites about themselves, each told once, with the sites that have it."""
+    """Merges several sites' findings about themselves, naming the sites where not all have one."""
     having: dict[Finding, list[int]] = {}
     for rank, findings in zip(ranks, findings_S, strict=True):
         for finding in findings:

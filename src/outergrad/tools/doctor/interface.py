@@ -1,4 +1,4 @@
-"""Which network interface gloo takes, and whether the other sites can reach it."""
+"""Checks of the network interface that gloo uses, and of its reachability for other sites."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Interfaces = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class Taken:
-    """The address at which gloo will listen, and the interface that has it, where known."""
+    """Address at which gloo will listen, and its interface, if known."""
 
     address: str | None  # None if gloo will not start
     interface: str | None
-    why: str  # variable, hostname, or fallback where the name of the machine is no use
+    why: str  # "variable", "hostname", or "fallback" if the machine's name does not help
 
 
 def interfaces() -> dict[str, list[str]]:
-    """The addresses of every network interface that is up."""
+    """Addresses of each network interface that is up."""
     state, kinds = psutil.net_if_stats(), (socket.AF_INET, socket.AF_INET6)
     return {
         name: [a.address.partition("%")[0] for a in addresses if a.family in kinds]
@@ -36,7 +36,7 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def resolve(host: str) -> list[str]:
-    """Addresses of a name, none if it is unknown."""
+    """Addresses of a host name; empty if it is unknown."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -45,7 +45,7 @@ def resolve(host: str) -> list[str]:
 
 
 def taken_here(environment: Mapping[str, str]) -> Taken:
-    """The address that gloo will take on this machine."""
+    """Returns the address that gloo will use on this machine."""
     return taken_by_gloo(environment, socket.gethostname(), interfaces())
 
 
@@ -55,7 +55,7 @@ def taken_by_gloo(
     present: Interfaces,
     lookup: Callable[[str], list[str]] = resolve,
 ) -> Taken:
-    """Which address gloo will take, by its own rules, on a machine of this name."""
+    """Returns the address that gloo will use, by its own rules, on a machine of this name."""
     if wanted := environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         return Taken(next(iter(present.get(wanted, ())), None), wanted, "variable")
     for address in lookup(host):
@@ -70,7 +70,7 @@ def _holder(address: str, present: Interfaces) -> str | None:
 
 
 def best_interface(present: Interfaces) -> str | None:
-    """The interface that probably leads to other machines."""
+    """Returns the interface that probably leads to other machines."""
     outward = [name for name, addresses in present.items() if any(map(_reachable, addresses))]
     return min(outward, key=lambda name: name.startswith(_VIRTUAL), default=None)
 
@@ -81,7 +81,7 @@ def _reachable(address: str) -> bool:
 
 
 def check_interface(taken: Taken, host: str, present: Interfaces) -> Finding:
-    """Whether gloo starts on the machine of this name, and other machines can reach it."""
+    """Checks that gloo starts on the machine of this name, and that others can reach it."""
     if taken.address is None:
         said = f"GLOO_SOCKET_IFNAME names {taken.interface}, which is not there or has no address"
         remedy = f"choose one of {', '.join(sorted(present))}, or unset it"
@@ -104,7 +104,7 @@ def check_interface(taken: Taken, host: str, present: Interfaces) -> Finding:
 
 
 def check_addresses(addresses: Mapping[int, str]) -> list[Finding]:
-    """Whether the sites on several machines listen where they should, at addresses by rank."""
+    """Checks that sites on several machines listen at suitable addresses, given by rank."""
     ips = {rank: ipaddress.ip_address(address) for rank, address in addresses.items()}
     if local := [rank for rank, ip in ips.items() if ip.is_loopback]:
         said = f"{named(local)} listens at {addresses[local[0]]}, where no other machine "

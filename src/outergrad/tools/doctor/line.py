@@ -1,4 +1,4 @@
-"""A TCP connection between two sites: opened from both sides, its delay and rates measured."""
+"""TCP connection between two sites: opened from both sides, with its delay and rates measured."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ STEP_S = 8.0
 """Longest time without a byte while measuring."""
 
 MOST_BYTES = 64 << 20
-"""Of one message."""
+"""Largest size of one message."""
 
 _PINGS, _PINGS_S = 12, 1.5
 _FIRST_BYTES, _GROWTH = 4096, 4
 _ENOUGH_S = 0.25
 _ENOUGH_DELAYS, _MOST_DELAYS_S = 5, 1.5
-"""A message that took so many round trips has outlasted TCP's slow start."""
+"""Round trips after which a message has outlasted TCP's slow start, and a limit in seconds."""
 
 _LENGTH = struct.Struct("!Q")
 _ZEROS = memoryview(bytes(1 << 18))
@@ -34,7 +34,7 @@ _ZEROS = memoryview(bytes(1 << 18))
 
 @dataclass(frozen=True)
 class Rates:
-    """What a connection carries, bits of payload per second, first from the lower rank."""
+    """Rates of a connection, in bits of payload per second; first from the lower rank."""
 
     # One way at a time.
     alone: float
@@ -45,12 +45,12 @@ class Rates:
 
     @property
     def slowest(self) -> float:
-        """What a step can count on: training sends both ways at once."""
+        """Rate of the slower direction under training, which sends both ways at once."""
         return min(self.both, self.both_back)
 
 
 def listen(address: str) -> socket.socket:
-    """Listens at an address, on a port of the system's choice, as gloo does.
+    """Listens at an address, on a port that the system chooses, as gloo does.
 
     Raises:
         OSError: There is no such address here.
@@ -62,18 +62,18 @@ def listen(address: str) -> socket.socket:
 def connect(
     listener: socket.socket, me: Site, other: Site, token: str
 ) -> tuple[socket.socket | None, str | None]:
-    """Connects two sites both ways at once, as firewalls may let one way pass alone.
+    """Connects two sites from both sides, since firewalls may let only one direction pass.
 
-    Both must call it at about the same time. By the token they know each other.
+    Both must call it at about the same time. The token identifies connections of this run.
 
     Returns:
-        A connection to measure on, if there is one; why this site could not open one, if so.
+        A connection to measure on, or None; the reason why this site could not open one, or None.
     """
     with ThreadPoolExecutor(2) as pool:
         accepted = pool.submit(_accept, listener, f"{token} {other.rank} {me.rank}\n".encode())
         called = pool.submit(_call, other, f"{token} {me.rank} {other.rank}\n".encode())
         incoming, (outgoing, why) = accepted.result(), called.result()
-    # Both sites must take the same of two connections: the one that the higher rank has opened.
+    # Both sites must keep the same connection of two: the one that the higher rank has opened.
     first, second = (incoming, outgoing) if me.rank < other.rank else (outgoing, incoming)
     if first and second:
         second.close()
@@ -84,7 +84,7 @@ def connect(
 
 
 def _call(other: Site, hello: bytes) -> tuple[socket.socket | None, str | None]:
-    """Opens a connection to a site, or tells why it cannot."""
+    """Opened connection to a site, or the reason why there is none."""
     try:
         line = socket.create_connection((other.address, other.port), timeout=CONNECT_S)
     except ConnectionRefusedError:
@@ -102,7 +102,7 @@ def _call(other: Site, hello: bytes) -> tuple[socket.socket | None, str | None]:
 
 
 def _accept(listener: socket.socket, hello: bytes) -> socket.socket | None:
-    """Waits for the other site's connection; strangers' are closed."""
+    """Connection from the other site; those without its token are closed."""
     until_s = time.monotonic() + CONNECT_S
     while (left_s := until_s - time.monotonic()) > 0:
         listener.settimeout(left_s)
@@ -120,12 +120,12 @@ def _accept(listener: socket.socket, hello: bytes) -> socket.socket | None:
 
 
 def measure(line: socket.socket, *, lower: bool) -> tuple[float, Rates]:
-    """Measures with the site at the other end, which must do the same.
+    """Measures the connection with the site at the other end, which must do the same.
 
-    Takes some seconds, on slow links too. One of the two sites has the lower rank.
+    Takes some seconds, also on slow links. `lower` is True at the site of the lower rank.
 
     Returns:
-        Seconds there and back; rates.
+        Seconds of a round trip; rates.
 
     Raises:
         OSError: The other site stopped.
@@ -134,7 +134,7 @@ def measure(line: socket.socket, *, lower: bool) -> tuple[float, Rates]:
     enough_s = _ENOUGH_S + min(_ENOUGH_DELAYS * rtt_s, _MOST_DELAYS_S)
     alone = _send_growing(line, enough_s) if lower else _receive_growing(line)
     alone_back = _receive_growing(line) if lower else _send_growing(line, enough_s)
-    # Twice long enough at these rates: the two ways do not begin at once.
+    # Twice the time needed at these rates, since both directions do not begin at once.
     sizes = [
         int(min(MOST_BYTES, max(_FIRST_BYTES, rate / 8 * 2 * enough_s)))
         for rate in (alone, alone_back)
@@ -150,7 +150,7 @@ def measure(line: socket.socket, *, lower: bool) -> tuple[float, Rates]:
 
 
 def _round_trip_s(line: socket.socket, *, asks: bool) -> float:
-    """The shortest way there and back of several, as the site that asks tells the other."""
+    """Shortest of several round trips, measured by the site that asks and sent to the other."""
     while not asks:
         if _receive(line, 1) != b"?":
             return float(_hear(line))
@@ -168,7 +168,7 @@ def _round_trip_s(line: socket.socket, *, asks: bool) -> float:
 
 
 def _send_growing(line: socket.socket, enough_s: float) -> float:
-    """The rate of ever longer messages, when one takes long enough to be believed."""
+    """Rate of the first message, among ever longer ones, that takes long enough to be reliable."""
     nbytes, took_s, rate = _FIRST_BYTES // _GROWTH, 0.0, 0.0
     while took_s < enough_s and nbytes < MOST_BYTES:
         nbytes *= _GROWTH
@@ -195,7 +195,8 @@ def _send(line: socket.socket, nbytes: int) -> None:
 def _timed(line: socket.socket, nbytes: int) -> tuple[float, float]:
     """Seconds to receive a message, and the rate of its second half, in bits per second.
 
-    The first half pays for TCP's slow start, and for what a link lets pass at once after a pause.
+    The first half is subject to TCP's slow start, and to the burst that a link admits after a
+    pause.
     """
     piece = bytearray(len(_ZEROS))
     began_s = now_s = half_s = time.perf_counter()
@@ -224,7 +225,7 @@ def _receive_length(line: socket.socket) -> int:
 
 
 def _receive(line: socket.socket, nbytes: int) -> bytes:
-    """Exactly so many bytes; an OSError if the other site has closed, or says nothing."""
+    """Exactly `nbytes` bytes; raises OSError if the other site has closed or sends nothing."""
     left = memoryview(got := bytearray(nbytes))
     while left:
         left = left[_some(line, left) :]

@@ -1,4 +1,4 @@
-"""The links between the sites: every pair measured in its turn, and what the figures mean."""
+"""Links between the sites: measurement of each pair, and findings from the figures."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from outergrad.tools.doctor.meeting import Roll
 from outergrad.tools.doctor.sites import Site
 
 ROUND_S = 30.0
-"""Longest time that a site waits for the others' pairs to be done."""
+"""Longest time that a site waits for other pairs to finish."""
 
 _ASYMMETRIC = 2.0
 _SHARED = 0.7
 _FAST_BIT_PER_S = 2e9
-"""Above this, two busy processors are what is measured."""
+"""Rate above which the measurement is limited by the processors."""
 
 _LONG_RTT_S = 0.2
 _PARAMETERS = 10_000_000
@@ -31,29 +31,29 @@ _BLOCKED = "let TCP connections between the sites pass, on all ports from 1024, 
 _STOPPED = "look at that site's terminal: a process that was stopped, or a lost network"
 
 rate = partial(amount, unit="bit/s", write=times)
-"""Writes a rate for a reader, as ``9.6 Mbit/s``."""
+"""Formats a rate, e.g. ``9.6 Mbit/s``."""
 
 _Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of the link between the sites of two ranks."""
+    """Measurements of the link between two ranks."""
 
     lower: int
     higher: int
-    rtt_s: float = 0.0  # there and back
+    rtt_s: float = 0.0
     rates: Rates | None = None  # None if nothing was measured
-    failures: tuple[str, ...] = ()  # in words, why not, or what did not work besides
+    failures: tuple[str, ...] = ()  # sentences for the user
 
     def __str__(self) -> str:
         return f"sites {self.lower} and {self.higher}"
 
 
 def rounds(ranks: Sequence[int], *, together: bool) -> list[list[_Pair]]:
-    """All pairs, in rounds in which no site appears twice, or one pair at a time.
+    """Returns all pairs, in rounds in which no site occurs twice, or one pair per round.
 
-    Pairs of sites that share a machine would disturb each other.
+    Pairs measured at once would disturb each other if sites share a machine.
     """
     if not together:
         return [[pair] for pair in combinations(ranks, 2)]
@@ -67,10 +67,10 @@ def rounds(ranks: Sequence[int], *, together: bool) -> list[list[_Pair]]:
 
 
 def measure_pairs(board: Board, listener: socket.socket, roll: Roll, tell: Tell) -> list[int]:
-    """Measures this site's pairs when it is their turn, and posts the results.
+    """Measures this site's pairs in their rounds, and posts the results.
 
     Returns:
-        Sites that did not come to the next round.
+        The ranks of sites that did not come to the next round.
     """
     sites = {site.rank: site for site in roll.sites}
     course = rounds(roll.ranks, together=len(roll.machines) == len(sites))
@@ -90,7 +90,6 @@ def measure_pairs(board: Board, listener: socket.socket, roll: Roll, tell: Tell)
 
 
 def _measure(listener: socket.socket, me: Site, other: Site, token: str) -> dict[str, Any]:
-    """What this site can tell of a pair, as JSON can hold it."""
     line, why = connect(listener, me, other, token)
     if line is None:
         return {"outgoing": why}
@@ -103,7 +102,7 @@ def _measure(listener: socket.socket, me: Site, other: Site, token: str) -> dict
 
 
 def measured(board: Board, roll: Roll) -> list[Measured]:
-    """What both sites of every pair have posted, put together."""
+    """Returns the links, combined from the notes of both sites of each pair."""
     addresses = {site.rank: f"{site.address}:{site.port}" for site in roll.sites}
     return [
         combine(pair, board.read_all(f"pair/{pair[0]}-{pair[1]}", pair), addresses)
@@ -114,7 +113,7 @@ def measured(board: Board, roll: Roll) -> list[Measured]:
 def combine(
     pair: _Pair, told: Mapping[int, dict[str, Any]], addresses: Mapping[int, str]
 ) -> Measured:
-    """The link of a pair, by the notes that its sites have posted; addresses are by rank."""
+    """Returns the link of a pair, from the notes of its sites; addresses are by rank."""
     failures = []
     for rank, other in (pair, pair[::-1]):
         found = told.get(rank, {})
@@ -131,9 +130,9 @@ def combine(
 
 
 def check_links(links: Sequence[Measured], sites: int, *, rehearsal: bool) -> Iterator[Finding]:
-    """What is wrong with the links, and what they are good for.
+    """Yields problems of the links, and what their rates mean for training.
 
-    A rehearsal, of sites on one machine, says nothing of a network.
+    A rehearsal, with sites on one machine, yields nothing about a network.
     """
     for failure in (failure for link in links for failure in link.failures):
         yield problem("links", failure, _STOPPED if "stopped" in failure else _BLOCKED)
@@ -181,6 +180,6 @@ def _summed_up(timed: Sequence[tuple[Measured, Rates]], sites: int) -> Iterator[
 
 
 def ddp_step_s(parameters: int, sites: int, rate_bit_per_s: float, rtt_s: float) -> float:
-    """Seconds of a ring all-reduce of a float32 gradient, as DDP's, at these rates and delays."""
+    """Returns the seconds of DDP's ring all-reduce of a float32 gradient on such links."""
     hops = 2 * (sites - 1)
     return hops * (32 * parameters / sites / rate_bit_per_s + rtt_s / 2)

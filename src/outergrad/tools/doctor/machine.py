@@ -19,7 +19,7 @@ from outergrad.tools.doctor.findings import Finding, note, ok, problem, warning
 from outergrad.tools.doctor.interface import check_interface, interfaces, taken_here
 
 LEAST = {"python": "3.10", "torch": "2.11", "numpy": "1.26"}
-"""Oldest versions that will do, as in pyproject.toml."""
+"""Oldest supported versions, as in pyproject.toml."""
 
 EXTRAS = {
     "cli": (("typer", "rich", "sklearn", "psutil"), "the command line"),
@@ -27,7 +27,7 @@ EXTRAS = {
     "report": (("pandas", "plotly"), "reports of a run"),
     "tensorboard": (("tensorboard",), "runs in TensorBoard"),
 }
-"""Modules that each extra brings, and what they are for."""
+"""Modules that each extra installs, and their purpose."""
 
 _SET = r"(?!0?$).*"
 _BROKEN = "unset {name}, unless that is broken here"
@@ -61,14 +61,14 @@ VARIABLES: dict[str, tuple[str, Callable[..., Finding], str, str]] = {
     "NCCL_P2P_DISABLE": (_SET, note, "{name} forbids NCCL to copy straight between GPUs", _BROKEN),
     "NCCL_IB_DISABLE": (_SET, note, "{name} forbids NCCL InfiniBand", _BROKEN),
 }
-"""Variables that surprise: with which values, how much it matters, what to say and to do."""
+"""Environment variables with surprising effects: pattern of values, level, sentence, remedy."""
 
 _LEAST_FILES = 256
 _LEAST_DISK_BYTES = 1_000_000_000
 
 
 def look_at_machine(environment: Mapping[str, str], *, sites_here: int = 1) -> list[Finding]:
-    """Checks this machine, which so many sites share, in the environment of this process."""
+    """Checks this machine, on which `sites_here` sites run, in this process's environment."""
     folder = tempfile.gettempdir()
     found = versions()
     return [
@@ -86,7 +86,7 @@ def look_at_machine(environment: Mapping[str, str], *, sites_here: int = 1) -> l
 
 
 def _gpus() -> tuple[list[str], str | None, str | None]:
-    """Names of the devices, the version of CUDA that torch is built for, and NCCL's."""
+    """Names of the devices, and the versions of torch's CUDA and of NCCL."""
     cuda, nccl = torch.version.cuda, None
     if not torch.cuda.is_available():
         return [], cuda, nccl
@@ -105,7 +105,7 @@ def _most_open_files() -> int | None:
 
 
 def check_version(name: str, version: str) -> Finding:
-    """Whether a version is new enough."""
+    """Checks that a version is new enough."""
     least, remedy = LEAST[name], f"pip install --upgrade '{name}>={LEAST[name]}'"
     if name == "python":
         remedy = f"install Python {least} or later"
@@ -119,7 +119,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def check_gloo(available: bool) -> Finding:
-    """Whether this build of torch can exchange anything between processors."""
+    """Checks that this build of torch has gloo."""
     if available:
         return ok("gloo", "available: this is what carries the exchange between sites")
     said = "this build of torch has no gloo, which carries the exchange between sites"
@@ -127,7 +127,7 @@ def check_gloo(available: bool) -> Finding:
 
 
 def check_gpus(names: Sequence[str], cuda: str | None, nccl: str | None) -> Finding:
-    """What graphics processors torch sees, with which versions; none are needed."""
+    """Reports the GPUs that torch finds, with versions; none are needed."""
     if names:
         counted = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
         carried = f"NCCL {nccl}" if nccl else "without NCCL"
@@ -139,7 +139,7 @@ def check_gpus(names: Sequence[str], cuda: str | None, nccl: str | None) -> Find
 
 
 def check_extras(has: Callable[[str], bool]) -> list[Finding]:
-    """Which extras are installed, and what for; `has` tells whether a module can be imported."""
+    """Reports which extras are installed; `has` tells if a module can be imported."""
     there = [name for name, (modules, _) in EXTRAS.items() if all(map(has, modules))]
     findings = [ok("extras", f"installed: {', '.join(there)}")] if there else []
     return findings + [
@@ -150,7 +150,7 @@ def check_extras(has: Callable[[str], bool]) -> list[Finding]:
 
 
 def check_variables(environment: Mapping[str, str]) -> list[Finding]:
-    """Which environment variables will surprise the user."""
+    """Reports environment variables that will surprise the user."""
     found = [
         level("variables", said.format(name=name, value=value), remedy.format(name=name))
         for name, (surprising, level, said, remedy) in VARIABLES.items()
@@ -163,7 +163,7 @@ def check_variables(environment: Mapping[str, str]) -> list[Finding]:
 def check_threads(
     environment: Mapping[str, str], threads: int, cores: int, processes: int
 ) -> Finding:
-    """Whether PyTorch's threads fit the cores that the sites of this machine share."""
+    """Checks that PyTorch's threads fit the cores that the sites of this machine share."""
     wanted = max(1, cores // processes)
     said = f"{threads} for {many(cores, 'core')}"
     said += f" and {processes} sites on this machine" if processes > 1 else ""
@@ -177,7 +177,7 @@ def check_threads(
 
 
 def check_open_files(most: int | None) -> Finding:
-    """Whether a process may open enough sockets; None where there is no limit."""
+    """Checks that a process may open enough sockets; None means no limit."""
     if most is not None and most < _LEAST_FILES:
         said = f"a process may open only {most}, sockets included"
         return warning("open files", said, "ulimit -n 1024")
@@ -185,7 +185,7 @@ def check_open_files(most: int | None) -> Finding:
 
 
 def check_disk(folder: str, free_bytes: int) -> Finding:
-    """Whether there is room for temporary files."""
+    """Checks that there is room for temporary files."""
     said = f"{amount(free_bytes)} free in {folder}"
     if free_bytes < _LEAST_DISK_BYTES:
         return warning("disk", said, "make room, or let TMPDIR name another folder")
@@ -193,7 +193,7 @@ def check_disk(folder: str, free_bytes: int) -> Finding:
 
 
 def check_shaping(missing: str | None) -> Finding:
-    """Whether `outergrad bench` can make slow links here; it says itself what is missing."""
+    """Reports if `outergrad bench` can limit links here; `missing` says why not."""
     if missing is None:
         return ok("slow links", "`outergrad bench --link` can make them on this machine")
     return note("slow links", f"for `outergrad bench` alone: {missing}")

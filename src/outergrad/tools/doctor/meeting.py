@@ -1,4 +1,4 @@
-"""How the sites meet: the address of the store, the way there, and who has come."""
+"""Rendezvous of the sites: address of the store, connection to it, and attendance."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from outergrad.tools.doctor.findings import named, problem
 from outergrad.tools.doctor.sites import SAME_NUMBER, Site, site_heard
 
 PORT = 29500
-"""PyTorch's own, where none is named."""
+"""PyTorch's default port."""
 
 _RETRY_S = 0.3
 _STORE_S = 5.0
 _GRACE_S = 5.0
-"""That a site waits longer for site 0's word than site 0 waits for the others."""
+"""Seconds that a site waits for site 0's answer beyond site 0's own wait for the others."""
 
 
 class UnmetError(RuntimeError):
@@ -36,14 +36,14 @@ class UnmetError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Where this site stands among the others, and where they meet."""
+    """This site's rank, and the address of the rendezvous."""
 
     rank: int
     sites: int
     host: str  # name or address of the machine that holds the store
     port: int
-    hosted: bool = False  # somebody else, torchrun for one, has opened the store already
-    attempt: int = 0  # how often torchrun has started the sites again
+    hosted: bool = False  # another process, e.g. torchrun's agent, serves the store already
+    attempt: int = 0  # number of restarts by torchrun
 
     def __post_init__(self) -> None:
         if self.sites < 2:
@@ -56,15 +56,15 @@ class Meeting:
 
     @property
     def place(self) -> str:
-        """The address, for a reader."""
+        """Address as text."""
         return f"{self.host}:{self.port}"
 
 
 def meeting_from(environment: Mapping[str, str]) -> Meeting:
-    """Reads what torchrun, or the user, has put into the environment.
+    """Returns the meeting that torchrun, or the user, has described in the environment.
 
     Raises:
-        RecipeError: Something is missing or cannot be read.
+        RecipeError: A variable is missing or cannot be parsed.
     """
     if not environment.get("MASTER_ADDR"):
         raise RecipeError("RANK is set but MASTER_ADDR is not: set it to the address of site 0")
@@ -87,10 +87,10 @@ def meeting_from(environment: Mapping[str, str]) -> Meeting:
 
 
 def meeting_at(master: str, rank: int, sites: int) -> Meeting:
-    """Reads ``--master``, as ``10.0.0.1:29500``.
+    """Parses ``--master``, e.g. ``10.0.0.1:29500``.
 
     Raises:
-        RecipeError: It cannot be read.
+        RecipeError: It cannot be parsed.
     """
     host, _, port = master.rpartition(":") if ":" in master else (master, "", str(PORT))
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -99,14 +99,14 @@ def meeting_at(master: str, rank: int, sites: int) -> Meeting:
 
 
 def open_store(meeting: Meeting, timeout_s: float, tell: Tell = lambda _: None) -> Store:
-    """Opens the store at site 0, or reaches it from another within some seconds.
+    """Opens the store at site 0, or connects to it from another site within some seconds.
 
     Raises:
-        UnmetError: The finding says what to do.
+        UnmetError: It cannot; the finding has the remedy.
     """
     until_s = time.monotonic() + timeout_s
     holds = meeting.rank == 0 and not meeting.hosted
-    # Its own client goes through 127.0.0.1: whether the address leads here is looked at after.
+    # Site 0's own client uses 127.0.0.1; `_knock` then checks that the address leads here.
     store = _tcp_store(meeting, "127.0.0.1") if holds else None
     tell(f"trying to reach {meeting.place}")
     while error := _knock(meeting, until_s - time.monotonic()):
@@ -134,7 +134,7 @@ def _tcp_store(meeting: Meeting, serving: str = "") -> Store:
 
 
 def _knock(meeting: Meeting, limit_s: float) -> OSError | None:
-    """Why nobody answers at the address; None if somebody does."""
+    """Error if nothing listens at the address within the limit, else None."""
     address, limit_s = (meeting.host, meeting.port), max(0.1, min(limit_s, 5))
     try:
         with suppress(ConnectionResetError):
@@ -145,7 +145,7 @@ def _knock(meeting: Meeting, limit_s: float) -> OSError | None:
 
 
 def why_unreachable(meeting: Meeting, error: OSError, timeout_s: float) -> tuple[str, str]:
-    """What an error of the network means for someone who starts a training, and what to do."""
+    """Explains a network error in terms of starting a training; returns explanation and remedy."""
     reason = (error.strerror or str(error)).lower()
     if isinstance(error, TimeoutError):
         reason = "no answer at all"
@@ -165,28 +165,28 @@ def why_unreachable(meeting: Meeting, error: OSError, timeout_s: float) -> tuple
 
 @dataclass(frozen=True)
 class Roll:
-    """The sites that came, in order of their ranks, and the ranks of those that did not."""
+    """Sites that came, in order of their ranks, and the ranks of those that did not."""
 
     sites: Sequence[Site] = ()
     missing: Sequence[int] = ()
-    token: str = ""  # by which they know each other's connections
+    token: str = ""  # identifies connections of this run
 
     @property
     def ranks(self) -> list[int]:
-        """Of those who came."""
+        """Ranks of the sites that came."""
         return [site.rank for site in self.sites]
 
     @property
     def machines(self) -> set[str]:
-        """On which they are."""
+        """Machines of the sites that came."""
         return {site.machine for site in self.sites}
 
 
 def meet(board: Board, me: Site, timeout_s: float, tell: Tell) -> Roll:
-    """Tells the others of this site, and hears who has come within some seconds.
+    """Announces this site to the others, and waits some seconds for the list of those that came.
 
     Raises:
-        UnmetError: Site 0 did not come, or does not know this site.
+        UnmetError: Site 0 did not come, or does not list this site.
     """
     if board.count(f"came/{me.rank}") > 1:
         said = f"two processes say that they are site {me.rank}: one on "
@@ -223,7 +223,7 @@ def _hear(board: Board, me: Site, timeout_s: float, tell: Tell) -> None:
 
 
 def not_come(ranks: Sequence[int], timeout_s: float) -> tuple[str, str]:
-    """That some sites have not come, and what to do about it."""
+    """Returns explanation and remedy for sites that have not come."""
     said = f"{named(ranks)} did not come within {timeout_s:.0f} s"
     remedy = "start it there, or wait longer with --timeout; if it is running, see what it says"
     return said, remedy

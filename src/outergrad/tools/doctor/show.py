@@ -1,4 +1,4 @@
-"""The report in the terminal."""
+"""Report of a diagnosis in the terminal."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MARKS = {
     Level.WARNING: ("!", "!", "yellow"),
     Level.PROBLEM: ("✗", "x", "bold red"),
 }
-"""Symbol, the same in ASCII, and style."""
+"""Symbol, its ASCII substitute, and style of each level."""
 
 
 def show(console: Console, report: Diagnosis, closing: str = "") -> None:
-    """Prints a report: sections, tables, the verdict, and what comes next without a problem."""
+    """Prints a report: sections, tables, the verdict, and `closing` if there is no problem."""
     plain = not console.encoding.lower().startswith("utf")
     for title, findings in report.sections.items():
         console.print(Text(title, style="bold"))
@@ -44,7 +44,6 @@ def show(console: Console, report: Diagnosis, closing: str = "") -> None:
 
 
 def _lines(findings: Sequence[Finding], plain: bool) -> Table:
-    """One line per finding, and what to do below it."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, min_width=9)
     grid.add_column(no_wrap=True, min_width=12)
@@ -62,7 +61,6 @@ def _lines(findings: Sequence[Finding], plain: bool) -> Table:
 
 
 def _sites(report: Diagnosis) -> Table:
-    """Where each site is."""
     rows = {rank: (str(rank), "did not come", "", "") for rank in report.roll.missing}
     for site in report.roll.sites:
         clock = str(report.offsets.get(site.rank) or "not measured") if site.rank else "reference"
@@ -75,7 +73,6 @@ def _sites(report: Diagnosis) -> Table:
 
 
 def _links(links: Sequence[Measured]) -> Table:
-    """Delay and rates of each pair, a row for each way."""
     table = _table("from", "to", "there and back", "one way at a time", "both ways at once")
     for column in table.columns[2:]:
         column.justify = "right"
@@ -97,7 +94,6 @@ def _table(*headings: str) -> Table:
 
 
 def _verdict(findings: Sequence[Finding]) -> Text:
-    """The last word, in one line."""
     problems = [finding.what for finding in findings if finding.level == Level.PROBLEM]
     warnings = sum(finding.level == Level.WARNING for finding in findings)
     if problems:

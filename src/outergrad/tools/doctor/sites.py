@@ -1,4 +1,4 @@
-"""What a site tells the others of itself, and how the sites differ."""
+"""Descriptions that sites exchange, and checks of the differences between sites."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ _APART_S = 2.0
 _CLOSE_S = 0.1
 
 Clock = Callable[[], float]
-"""Seconds since 1970."""
+"""Function that returns the seconds since 1970."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A site as it describes itself."""
+    """Description of a site by itself."""
 
     rank: int
-    sites: int  # how many it expects
-    host: str  # the name of its machine
-    interface: str  # that gloo takes
-    address: str  # of the interface; where the site listens for the others
+    sites: int  # number of sites that it expects
+    host: str  # name of its machine
+    interface: str  # interface that gloo uses
+    address: str  # address of the interface, where the site listens for the others
     port: int
     versions: dict[str, str]
     findings: list[Finding]  # about its machine
 
     @property
     def machine(self) -> str:
-        """What tells its machine from others: names alone may be alike."""
+        """Identifier of its machine; host names alone may coincide."""
         return f"{self.host} {self.address}"
 
     def told(self) -> dict[str, Any]:
-        """The description as JSON can hold it."""
+        """Returns the description in JSON types."""
         return {**vars(self), "findings": [finding.told() for finding in self.findings]}
 
 
 def site_heard(told: dict[str, Any]) -> Site:
-    """The description that another site told."""
+    """Returns a site from the form of `Site.told`."""
     return Site(**{**told, "findings": [heard(finding) for finding in told["findings"]]})
 
 
 def compare(sites: Sequence[Site], offsets: Mapping[int, Offset | None]) -> list[Finding]:
-    """Whether versions and clocks are the same, and whether sites share a machine."""
+    """Checks that versions and clocks agree, and whether sites share a machine."""
     return [*check_versions(sites), *check_clocks(offsets), *check_sharing(sites)]
 
 
 def check_versions(sites: Sequence[Site]) -> list[Finding]:
-    """Whether all sites have the same versions; names those that differ from most."""
+    """Checks that all sites have the same versions; names those that differ from most."""
     same, findings = [], []
     for name, version in sites[0].versions.items():
         having: dict[str, list[int]] = {}
@@ -84,7 +84,7 @@ def _differing(name: str, having: Mapping[str, Sequence[int]]) -> Finding:
 
 
 def check_sizes(sites: Sequence[Site]) -> list[Finding]:
-    """Whether all sites expect the same number of sites."""
+    """Checks that all sites expect the same number of sites."""
     beside = f"site {sites[0].rank} {sites[0].sites}"
     return [
         problem("meeting", f"site {s.rank} expects {s.sites} sites, {beside}", SAME_NUMBER)
@@ -94,7 +94,7 @@ def check_sizes(sites: Sequence[Site]) -> list[Finding]:
 
 
 def check_sharing(sites: Sequence[Site]) -> list[Finding]:
-    """Whether several sites share a machine."""
+    """Reports sites that share a machine."""
     machines = Counter(site.machine for site in sites)
     if len(machines) == 1:
         said = f"all sites are on one machine, {sites[0].host}: a rehearsal"
@@ -108,10 +108,10 @@ def check_sharing(sites: Sequence[Site]) -> list[Finding]:
 
 @dataclass(frozen=True)
 class Offset:
-    """How far a site's clock is ahead of site 0's."""
+    """Lead of a site's clock over site 0's."""
 
-    seconds: float  # best guess; negative where it is behind
-    uncertain_s: float  # by how much the guess may be wrong
+    seconds: float  # estimate; negative if the clock is behind
+    uncertain_s: float  # largest error of the estimate
 
     def __str__(self) -> str:
         if abs(self.seconds) >= _APART_S:
@@ -120,10 +120,11 @@ class Offset:
 
 
 def measure_offset(board: Board, ranks: Sequence[int], clock: Clock) -> Offset | None:
-    """Asks site 0 for the time; site 0 answers every site in turn.
+    """Measures the clock against site 0's; site 0 answers all sites in turn.
 
-    The answer was given some time between question and receipt: the quickest of several is
-    believed, and half of what it took is the uncertainty. None at site 0, or without an answer.
+    The answer is given at an unknown time between question and receipt. The fastest of several
+    exchanges counts, and half its duration is the uncertainty. None at site 0, or without an
+    answer.
     """
     if board.rank == 0:
         for rank in ranks[1:]:
@@ -156,7 +157,7 @@ def _ask(board: Board, turn: int, clock: Clock) -> Offset:
 
 
 def check_clocks(offsets: Mapping[int, Offset | None]) -> list[Finding]:
-    """Which clocks are wrong, as seen from site 0: of every other site, by rank."""
+    """Checks each site's clock against site 0's; offsets are by rank."""
     if findings := [finding for rank, o in offsets.items() if (finding := _check_clock(rank, o))]:
         return findings
     within_s = max((abs(o.seconds) + o.uncertain_s for o in offsets.values() if o), default=0.0)

@@ -1,4 +1,4 @@
-"""Starts the checks: of this machine alone, of local processes, or of sites that meet."""
+"""Start of the checks: of this machine alone, of local processes, or of sites that meet."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_alone() -> int:
 
 
 def check_rehearsal(sites: int, timeout_s: float) -> int:
-    """Checks this machine and local processes that stand for sites."""
+    """Checks this machine and local processes in the role of sites; returns the exit code."""
     limit = timedelta(seconds=timeout_s)
     store = TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
     meetings = [
@@ -61,13 +61,12 @@ def _rehearse(meeting: Meeting, timeout_s: float) -> int:
 
 
 def check_at_site(meeting: Meeting, timeout_s: float) -> int:
-    """Checks this machine, and with the other sites what is between them."""
+    """Checks this machine and, together with other sites, the links; returns the exit code."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return _check_together(meeting, timeout_s, look_at_machine(os.environ, sites_here=here))
 
 
 def _check_together(meeting: Meeting, timeout_s: float, findings: list[Finding]) -> int:
-    """Goes through the checks as one of several sites, and returns the exit code."""
     with (
         quiet_libraries() as terminal,
         Console(file=terminal).status(f"site {meeting.rank} starts") as status,
@@ -119,10 +118,10 @@ def _examined(
 
 @contextmanager
 def quiet_libraries() -> Iterator[TextIO]:
-    """Yields the error stream, on which only this program writes then.
+    """Context that yields the error stream, to which only this program can write meanwhile.
 
-    Where a connection fails, PyTorch's libraries write a page of their stack to it; the report
-    says the same in a sentence.
+    If a connection fails, PyTorch's libraries print a long stack trace; the report has a sentence
+    instead.
     """
     sys.stderr.flush()
     with os.fdopen(os.dup(2), "w") as terminal, open(os.devnull, "w") as nowhere:

@@ -1,1 +1,1 @@
-"""Methods as they are named at a command line."""
+"""Methods by their names on the command line."""

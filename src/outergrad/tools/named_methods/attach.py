@@ -1,4 +1,4 @@
-"""The ways to make gradients global that can be compared."""
+"""Named methods of synchronising gradients: outergrad's own, and DDP's for comparison."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -22,19 +22,23 @@ from outergrad.tools.named_methods.replica import Replica
 from outergrad.tools.named_methods.settings import did_you_mean, read_settings
 
 FIRST_COMPRESSED_STEP = 2
-"""PowerSGD all-reduces whole gradients before: DDP still reorders its bucket until then."""
+"""First step in which PowerSGD compresses. Before it whole gradients are all-reduced, since DDP
+rebuilds its buckets until then."""
 
 ONE_BUCKET_MB = 1000
-"""Larger than any model here."""
+"""Bucket cap above the size of any model here, in MB."""
 
 
 _WHOLE = (og.Auto, og.LocalSteps, og.PerLayer)
-"""What is no method of a part."""
+"""Methods of a whole model, which cannot be used for single layers."""
 Attach = Callable[[nn.Module, dist.ProcessGroup | None], Replica]
 
 
 def all_reduce_bytes(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:
-    """Bytes that a site sends to all-reduce every gradient in a ring; DDP's buffers come on top."""
+    """Returns the bytes that a site sends to all-reduce all gradients in a ring.
+
+    DDP also broadcasts buffers, which are not counted.
+    """
     sites = dist.get_world_size() if group is None else group.size()
     size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return round(2 * (sites - 1) / sites * size)
@@ -56,9 +60,9 @@ def _powersgd(rank: int = 1) -> Attach:
         raise ValueError(f"rank={rank}; use 1 or more")
 
     def attach(model: nn.Module, group: dist.ProcessGroup | None) -> Replica:
-        # The hook chains collectives per bucket: those of two buckets start in an order that
-        # timing decides, and where sites differ in it, gloo ends the process. A cap that the
-        # whole model is below leaves one bucket, in the first step and after DDP rebuilds it.
+        # The hook chains collectives per bucket. Those of two buckets start in an order that
+        # depends on timing, and if sites differ in it, gloo ends the process. A cap above the
+        # size of the model leaves one bucket, in the first step and after DDP rebuilds it.
         wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=ONE_BUCKET_MB)
         state = PowerSGDState(
             process_group=group,
@@ -73,11 +77,11 @@ def _powersgd(rank: int = 1) -> Attach:
 
 @dataclass(frozen=True)
 class Distributed:
-    """An `Attach` of outergrad's own.
+    """An `Attach` that calls `og.distribute`.
 
     Attributes:
-        method: How gradients travel.
-        recorder: What is told of every step.
+        method: Method of sending gradients.
+        recorder: Recorder of every step.
         options: Further arguments of `og.distribute`.
     """
 
@@ -89,10 +93,10 @@ class Distributed:
         """Distributes the model.
 
         Raises:
-            RecipeError: The method does not fit the model; at every site.
+            RecipeError: The method does not fit the model; raised at every site.
         """
         try:
-            # As the figures in docs/ have it; experiments average statistics before a test.
+            # buffers="local" as in the figures of docs/; experiments average them before a test.
             how = {"recorder": self.recorder, "buffers": "local", **self.options}
             session = og.distribute(model, self.method, group=group, **how)
         except ValueError as error:
@@ -106,7 +110,7 @@ class Distributed:
         )
 
     def beside(self, local: Sequence[str], *, joint: bool) -> "Distributed":
-        """The same, with parts that each site keeps to itself."""
+        """Returns a copy in which the parameters that match `local` stay on each site."""
         if isinstance(self.method, og.LocalSteps):
             inner = Distributed(self.method.method).beside(local, joint=joint).method
             return replace(self, method=replace(self.method, method=inner))
@@ -118,7 +122,7 @@ class Distributed:
 
 
 def _edad(blocks: str = "", **settings: Any) -> Distributed:
-    """Reads ``blocks=encoder.*+decoder.*``."""
+    """EDAD; its blocks are written as ``blocks=encoder.*+decoder.*``."""
     return Distributed(og.EDAD(blocks=blocks.split("+") if blocks else (), **settings))
 
 
@@ -132,7 +136,7 @@ def _local_steps(
     alpha: float | None = None,
     error_reset: bool = False,
 ) -> Distributed:
-    """DiLoCo; with ``lr=1:momentum=0`` federated averaging of equal sites."""
+    """DiLoCo; with ``lr=1:momentum=0`` it is federated averaging of equally weighted sites."""
     inner = _attach_of(method)
     if not isinstance(inner, Distributed) or isinstance(inner.method, (og.Auto, og.LocalSteps)):
         raise ValueError(f"method={method}; use dense, rank-dad, og-powersgd or sparse")
@@ -143,13 +147,13 @@ def _local_steps(
 
 
 def _fedavg(k: int = 20, method: str = "dense") -> Distributed:
-    """Federated averaging: a site counts by its samples; another method compresses the changes."""
+    """Federated averaging weighted by samples; `method` compresses the parameter changes."""
     made = _local_steps(k, method, lr=1, momentum=0)
     return replace(made, options={"weighting": "samples"})
 
 
 def _auto(among: str = "", **settings: Any) -> Distributed:
-    """Reads ``among=rank-dad-8+sparse``."""
+    """Auto; its candidates are written as ``among=rank-dad-8+sparse``."""
     methods = [_among(name) for name in among.split("+") if name]
     return Distributed(og.Auto(among=methods, **settings))
 
@@ -165,8 +169,8 @@ class Family:
     """Methods that differ in their settings.
 
     Args:
-        make: Takes settings by name.
-        settings_of: Whose arguments these are, too.
+        make: Builds a method from settings by name.
+        settings_of: Callables whose arguments are valid settings, too.
     """
 
     def __init__(self, make: Callable[..., Attach], *settings_of: Callable[..., Any]) -> None:
@@ -177,7 +181,7 @@ class Family:
         self._known = sorted({one.name for one in arguments if one.kind != Parameter.VAR_KEYWORD})
 
     def __call__(self, **settings: Any) -> Attach:
-        """One of them.
+        """Returns the method with these settings.
 
         Raises:
             ValueError: There is no such setting, or it cannot have that value.
@@ -207,10 +211,9 @@ METHODS: dict[str, Attach] = {
     "edad-raw": Distributed(og.EDAD(inputs="raw")),
     **{f"rank-dad-{rank}": Distributed(og.RankDAD(rank=rank)) for rank in (1, 2, 4, 8)},
 }
-"""What makes a model ready, in place; each takes the model and its process group.
+"""Functions that prepare a model in place; each takes the model and its process group.
 
-No group means the default one. Every site of the group must call it at the same point.
-"""
+No group means the default one. Every site of the group must call it at the same point."""
 
 CONFIGURABLE: dict[str, Family] = {
     "powersgd": Family(_powersgd),
@@ -225,10 +228,10 @@ CONFIGURABLE: dict[str, Family] = {
     "fedavg": Family(_fedavg),
     "auto": Family(_auto, og.Auto),
 }
-"""Methods that can be named with settings, as ``rank-dad:rank=16:wire=topk0.1+int8``.
+"""Methods that can be named with settings, e.g. ``rank-dad:rank=16:wire=topk0.1+int8``.
 
-What follows ``method=`` is another one, with its own: ``local-steps:k=50:method=rank-dad:rank=4``.
-"""
+``method=`` starts an inner method with its own settings:
+``local-steps:k=50:method=rank-dad:rank=4``."""
 
 
 def attach_of(
@@ -239,14 +242,14 @@ def attach_of(
     joint: bool = False,
     others: Mapping[str, Family] | None = None,
 ) -> Attach:
-    """What makes a model ready by a method.
+    """Returns the function that prepares a model for a named method.
 
     Args:
         name: A key of `METHODS`, or one of `CONFIGURABLE` with settings.
-        option: Where it was named, for the error.
+        option: Command-line option that contained the name, for the error.
         local: Patterns of parameters that each site keeps to itself.
-        joint: Whether the mean delta of all sites flows back into these.
-        others: Families that can be named beside those of `CONFIGURABLE`.
+        joint: True if the mean delta of all sites flows back into these.
+        others: Further families, in addition to `CONFIGURABLE`.
 
     Raises:
         RecipeError: There is no such method or setting, or it cannot leave out parameters.
@@ -281,12 +284,12 @@ def _hint(kind: str, families: Mapping[str, Family]) -> str:
 
 
 def _attach_of(name: str, families: Mapping[str, Family] | None = None) -> Attach:
-    """What a name with settings means.
+    """Returns the method of a name with settings.
 
     Raises:
-        KeyError: Nothing: there is no such kind, which it names.
-        TypeError: A setting has another name.
-        ValueError: A setting has another value.
+        KeyError: There is no such kind; holds its name.
+        TypeError: There is no such setting.
+        ValueError: A setting has an invalid value.
     """
     if name in METHODS:
         return METHODS[name]

@@ -1,4 +1,4 @@
-"""What rank-dAD has to beat: the first rows of a batch in place of its leading directions."""
+"""Baseline for rank-dAD: the first rows of a batch in place of its leading directions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,24 +14,23 @@ class FirstRows:
 
     Attributes:
         rank: R, the number of rows.
-        every: share at every so many-th synchronised backward.
+        every: k: share at every k-th synchronised backward pass.
     """
 
     rank: int = 8
     every: int = 1
 
     def __post_init__(self) -> None:
-        """Checks the settings."""
         if self.rank < 1:
             raise ValueError(f"FirstRows(rank={self.rank}): use 1 or more")
 
     def compressor(self) -> "FirstRowsCompressor":
-        """A new compressor with these settings."""
+        """Returns a new compressor with these settings."""
         return FirstRowsCompressor(self.rank)
 
 
 class FirstRowsCompressor(DADCompressor):
-    """Leaves out all rows but the first."""
+    """Drops all rows but the first R."""
 
     exact = False
 
@@ -40,15 +39,15 @@ class FirstRowsCompressor(DADCompressor):
         self._rank = rank
 
     def sent_rows(self, slot: Slot, rows: int, site: int = 0) -> int:
-        """R, or all where there are fewer."""
+        """Returns R, or the number of rows if there are fewer."""
         return min(rows, self._rank)
 
     def sends_bias(self, slot: Slot) -> bool:
-        """The rows that are left out count for it."""
+        """True if the slot has a bias, whose gradient includes the rows that are dropped."""
         return slot.bias is not None
 
     def compress(self, parts: Sequence[Part]) -> list[Factors]:
-        """The first rows of each."""
+        """Returns the factors of each part's first rows."""
         return [self._first(part) for part in parts]
 
     def _first(self, part: Part) -> Factors:

@@ -1,4 +1,4 @@
-"""A site's copy of a model that is trained."""
+"""Replica: a site's copy of a model that is trained."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ import outergrad as og
 
 
 class Peer(Protocol):
-    """A method of other authors, which exchanges by itself whenever an optimizer steps."""
+    """Third-party method, which synchronises by itself whenever an optimizer steps."""
 
     @property
     def sent_bytes(self) -> int:
@@ -19,11 +19,11 @@ class Peer(Protocol):
 
     @property
     def steps(self) -> int:
-        """Steps of the optimizer so far."""
+        """Number of optimizer steps so far."""
         ...
 
     def flush(self) -> None:
-        """Shares what the last local steps changed; every site must call it."""
+        """Shares the changes of the last local steps; every site must call it."""
         ...
 
     def detach(self) -> None:
@@ -31,11 +31,11 @@ class Peer(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What this site goes on from, beside the model and the optimizer."""
+        """Returns this site's checkpoint state, in addition to the model and the optimizer."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there.
+        """Resumes from a state.
 
         Raises:
             ValueError: It is that of another number of sites, or of another model.
@@ -48,13 +48,13 @@ class Replica:
     """This site's copy of the model.
 
     Attributes:
-        model: What to call and to train.
-        session: Its session, where outergrad exchanges the gradients.
-        peer: What exchanges, where that is neither outergrad nor PyTorch.
-        start_bytes: What the session had sent before the first step.
+        model: Model to call and to train.
+        session: Its session, where outergrad synchronises the gradients.
+        peer: Third-party method that synchronises, where neither outergrad nor PyTorch does.
+        start_bytes: Bytes that the session had sent before the first step.
         period: Steps from one of the session's exchanges to the next.
-        planned_bytes: Gradient bytes per step where there is neither, if known beforehand.
-        weighted: Whether the session counts a site by its samples, so that no loss need do so.
+        planned_bytes: Gradient bytes per step where there is neither session nor peer, if known.
+        weighted: True if the session weights a site by its samples, so that no loss need do so.
     """
 
     model: nn.Module
@@ -67,7 +67,7 @@ class Replica:
 
     @property
     def sent_bytes(self) -> int | None:
-        """Gradient bytes that this site sends per step, on average; None if nobody counts them."""
+        """Gradient bytes that this site sends per step, on average; None if nothing counts them."""
         if self.peer:
             return round(self.peer.sent_bytes / max(self.peer.steps, 1))
         if not self.session:
@@ -77,7 +77,7 @@ class Replica:
         return round((stats.total_sent_bytes - self.start_bytes) / steps)
 
     def total_sent_bytes(self, steps: int) -> int | None:
-        """Gradient bytes that this site has sent in so many steps; None if nobody counts them."""
+        """Gradient bytes that this site has sent in `steps` steps; None if nothing counts them."""
         if self.peer:
             return self.peer.sent_bytes
         if self.session:
@@ -85,18 +85,18 @@ class Replica:
         return None if self.planned_bytes is None else steps * self.planned_bytes
 
     def finish(self) -> None:
-        """Shares what the last local steps changed; every site must call it after its last step."""
+        """Shares the last local steps' changes; every site must call it after its last step."""
         if self.session:
             self.session.flush()
         if self.peer:
             self.peer.flush()
 
     def close(self) -> None:
-        """Leaves a plain model."""
+        """Detaches the session and the peer, which leaves a plain model."""
         if self.session:
             self.session.detach()
         if self.peer:
             self.peer.detach()
-        # A class attribute of PyTorch's, which forwards in several threads may leave behind.
+        # A class attribute of DDP, which forward passes in several threads may leave set.
         if getattr(DistributedDataParallel, "_active_ddp_module", None) is self.model:
             DistributedDataParallel._active_ddp_module = None

@@ -1,4 +1,4 @@
-"""Reads the settings of a method from its name."""
+"""Parser of a method's settings from its name."""
 
 import ast
 import re
@@ -16,14 +16,14 @@ _CODECS: dict[str, og.wire.Codec] = {
     "int2": og.wire.Int2(),
 }
 _OF_CODECS = ("wire", "vectors")
-"""Settings that are codecs."""
+"""Settings whose values are codecs."""
 
 
 def read_settings(texts: Iterable[str]) -> dict[str, Any]:
-    """Reads ``rank=16`` and ``wire=topk0.1+int8`` as arguments by name.
+    """Parses texts like ``rank=16`` and ``wire=topk0.1+int8`` into arguments by name.
 
     Raises:
-        ValueError: There is no such codec, or a setting is there twice.
+        ValueError: There is no such codec, or a setting occurs twice.
     """
     found: dict[str, Any] = {}
     for name, value in map(_setting, texts):
@@ -34,13 +34,13 @@ def read_settings(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """A question that names what is nearly the same, if anything is."""
+    """Returns a suggestion for the closest known name; empty if none is close."""
     close = get_close_matches(name.lower(), known, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """Reads one; ``wire=fp32`` is no codec, and what is no Python number or the like is a word."""
+    """Name and value; ``wire=fp32`` means no codec, and a value that is no literal is a string."""
     name, _, value = text.partition("=")
     if name in _OF_CODECS:
         return name, () if value == "fp32" else tuple(map(_codec, value.split("+")))
@@ -51,7 +51,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _codec(text: str) -> og.wire.Codec:
-    """Reads ``int8`` or, with the fraction behind the name, ``topk0.1``.
+    """Codec of a name like ``int8``, or ``topk0.1`` with its fraction.
 
     Raises:
         ValueError: There is no such codec.

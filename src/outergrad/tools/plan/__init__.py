@@ -1,1 +1,1 @@
-"""Predicts what methods would send, and how long a step would take, before there are sites."""
+"""Prediction of bytes and step times of methods, before there are sites."""

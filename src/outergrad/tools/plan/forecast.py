@@ -1,4 +1,4 @@
-"""A whole plan: what every layer sends, how long a step takes, where dense is as fast."""
+"""Forecast: bytes per layer, step times, and the link rate from which on dense is as fast."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ from outergrad.tools.plan.network import Network, network_of
 from outergrad.tools.plan.subject import Subject, subject, try_step
 
 HIGHEST_BIT_PER_S = 100e9
-"""What links are looked at up to."""
+"""Highest link rate that is considered."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is to be planned.
+    """Input of a forecast.
 
     Attributes:
         model: A key of `WORKLOADS`, or ``module:factory``.
-        rows: Of a batch on one site; the workload's own if None.
-        sites: How many share a step.
-        link: Of each site: to the others, or to a hub.
-        transport: How they reach each other: ``torch``, ``star``, ``module:factory``, or a function
-            that is given the number of sites and returns a `CostModel`.
-        hub_bit_per_s: What the line of the hub carries each way; None for no limit, or no hub.
+        rows: Rows of a batch on one site; the workload's own if None.
+        sites: Number of sites that share a step.
+        link: Link of each site: to the others, or to a hub.
+        transport: Transport between the sites: ``torch``, ``star``, ``module:factory``, or a
+            function that is given the number of sites and returns a `CostModel`.
+        hub_bit_per_s: Rate of the hub's line each way; None for no limit, or no hub.
         methods: Names that `attach_of` knows, of outergrad's own.
-        seconds: After so long no further round of steps begins.
+        seconds: Time after which no further round of steps begins.
+
+    Raises:
+        RecipeError: A value is not allowed; the error names its option.
     """
 
     model: str
@@ -46,11 +49,6 @@ class Question:
     seconds: float = 60
 
     def __post_init__(self) -> None:
-        """Checks every value.
-
-        Raises:
-            RecipeError: One is not allowed; the error names its option.
-        """
         if self.rows is not None and self.rows < 1:
             raise RecipeError(f"--rows must be 1 or more, not {self.rows}")
         if self.sites < 2:
@@ -65,21 +63,21 @@ class Question:
 
     @cached_property
     def network(self) -> Network:
-        """What joins the sites."""
+        """Network between the sites."""
         return network_of(self.transport, self.sites, self.hub_bit_per_s)
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What was found.
+    """Result of a forecast.
 
     Attributes:
-        question: What was to be planned.
+        question: The question.
         subject: The model and its batch.
-        layers: Line by line.
+        layers: Bytes of each layer.
         alone: Training without exchange.
-        methods: What each would do, as they were asked for.
-        dense: What sending gradients would do, whether it was asked for or not.
+        methods: Result of each method, in the order of the question.
+        dense: Result of sending whole gradients, even if the question did not name it.
     """
 
     question: Question
@@ -90,18 +88,18 @@ class Forecast:
     dense: Planned
 
     def seconds(self, planned: Planned) -> float:
-        """Of a step on the link."""
+        """Seconds of a step on the link."""
         return planned.seconds(self.question.link)
 
     def fastest(self, *, exact: bool) -> Planned | None:
-        """Of the methods other than dense whose gradient is exact, or of the others."""
+        """The fastest method other than dense whose gradient is exact, or is not."""
         others = [m for m in self.methods if m is not self.dense and m.exact == exact]
         return min(others, key=self.seconds, default=None)
 
     def even_rate(self, planned: Planned) -> float | None:
-        """The rate of the link, in bit/s, from which on dense is as fast; None for none.
+        """Rate of the link, in bit/s, from which on dense is as fast; None if there is none.
 
-        The link's own rate where dense is as fast already.
+        This is the link's own rate if dense is as fast already.
         """
         low, high = self.question.link.rate_bit_per_s, HIGHEST_BIT_PER_S
         if low is None or self._gain_s(planned, high) > 0:
@@ -118,7 +116,7 @@ class Forecast:
         return self.dense.seconds(link) - planned.seconds(link)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the forecast in JSON types."""
         return {
             "outergrad": og.__version__,
             "model": self.subject.name,
@@ -145,14 +143,14 @@ class Forecast:
 
 
 def forecast(question: Question, progress: Callable[[str], None]) -> Forecast:
-    """Plans.
+    """Runs the forecast.
 
     Args:
-        question: What to plan.
-        progress: Is told what has been done.
+        question: The question.
+        progress: Called with the name of each method that has had its turn.
 
     Raises:
-        RecipeError: The model cannot be had, or a method does not fit it.
+        RecipeError: The model cannot be imported or built, or a method does not fit it.
     """
     planned_for = subject(question.model, question.rows)
     names = question.methods if "dense" in question.methods else ("dense", *question.methods)

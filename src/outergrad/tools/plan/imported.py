@@ -1,4 +1,4 @@
-"""What the user names on the command line as ``module:factory``."""
+"""Import of functions that the user names on the command line as ``module:factory``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from outergrad.launch.errors import RecipeError
 
 
 def imported(option: str, name: str) -> Callable[[int], Any]:
-    """A function of one number.
+    """Imports a function of one number.
 
     Args:
-        option: What it is given to, for errors.
+        option: Option that the name was given to, for errors.
         name: ``module:factory``; modules of the current folder come first.
 
     Raises:
@@ -43,7 +43,7 @@ def imported(option: str, name: str) -> Callable[[int], Any]:
 
 @contextmanager
 def _from_here() -> Iterator[None]:
-    """Lets modules of the current folder be imported, as `python -m` does."""
+    """Context in which modules of the current folder can be imported, as with `python -m`."""
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:

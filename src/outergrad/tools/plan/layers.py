@@ -1,4 +1,4 @@
-"""The layers of a model, and what each sends by each method."""
+"""Layers of a model, and the bytes that each sends by each method."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _MARKS = {
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """What a layer sends by one method.
+    """Bytes of a layer by one method.
 
     Attributes:
-        sent_bytes: Payload per step and site; None where a block that it is part of sends for it.
-        marks: How it travels: f for factors, l for low rank, s for sparse, c for compressed
-            otherwise, r for replayed, nothing for dense.
+        sent_bytes: Payload per step and site; None if it is sent as part of a block.
+        marks: Ways in which it is sent: f for factors, l for low rank, s for sparse, c for
+            compressed otherwise, r for replayed, nothing for dense.
     """
 
     sent_bytes: int | None
@@ -44,15 +44,15 @@ class LayerBytes:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """A line of the table.
+    """Line of the table of layers.
 
     Attributes:
         name: Full name of the module, of a block or of a parameter.
-        shape: Of its largest weight.
+        shape: Shape of its largest weight.
         rows: N in a step on one site; None where that has no meaning.
         break_even: Rows per site from which on exact factors are no fewer bytes than dense: the
-            least and the most of its weights; None where there are no factors.
-        sent: By method.
+            smallest and the largest of its weights; None where there are no factors.
+        sent: Bytes by method.
     """
 
     name: str
@@ -63,11 +63,11 @@ class LayerPlan:
 
 
 class Layers:
-    """Which layer a parameter belongs to, and so what is booked on its name or the layer's.
+    """Maps parameters to layers, and the statistics of either to lines of the table.
 
     Args:
-        model: Not distributed.
-        cost: What collectives cost, for the break-even.
+        model: The model, not distributed.
+        cost: Cost model of the collectives, for the break-even.
         run: Runs a forward pass.
     """
 
@@ -82,11 +82,11 @@ class Layers:
     def plans(
         self, methods: Mapping[str, Method], stats: Mapping[str, Mapping[str, LayerStats]]
     ) -> list[LayerPlan]:
-        """The table, line by line: layers in the order of the model, blocks behind their last.
+        """Returns the table's lines: layers in model order, each block after its last layer.
 
         Args:
-            methods: By name.
-            stats: What every method's session booked, by layer.
+            methods: Methods by name.
+            stats: Statistics of each method's session, by layer.
         """
         order = list(dict.fromkeys(self._layer_of.values()))
         cells: defaultdict[str, dict[str, LayerBytes]] = defaultdict(dict)
@@ -102,13 +102,12 @@ class Layers:
         return [self._plan(name, cells[name]) for name in order]
 
     def _block_lines(self, method: Method) -> dict[str, tuple[str, set[str]]]:
-        """Per block its line, which is that of its layer where it has but one, and its layers."""
+        """Line and layers of each block; the line of a block of one layer is that layer's."""
         found = [b.block for b in inspect(self._model, method, og.RULES).blocks]
         inside = {block.name: {self._layer_of[p] for p in block.params} for block in found}
         return {n: (n if len(i) > 1 else next(iter(i)), i) for n, i in inside.items()}
 
     def _name(self, label: str) -> str:
-        """The line of what is booked on a layer or on a parameter."""
         return self._names.get(label) or self._layer_of.get(label) or label
 
     def _plan(self, name: str, sent: dict[str, LayerBytes]) -> LayerPlan:
@@ -131,7 +130,7 @@ def _sum(before: LayerBytes | None, layer: LayerStats) -> LayerBytes:
 
 
 def _names(model: nn.Module, inspection: Inspection) -> tuple[dict[str, str], dict[str, str]]:
-    """The layer of every trained parameter, and of every layer with a rule the line's name.
+    """Layer of each trained parameter, and line of each layer with a rule.
 
     Layers that share weights have one line.
     """
@@ -148,7 +147,7 @@ def _names(model: nn.Module, inspection: Inspection) -> tuple[dict[str, str], di
 
 
 def _rows(inspection: Inspection, run: Callable[[], Any]) -> Counter[Slot]:
-    """N of every slot in a forward pass."""
+    """Rows N of each slot in a forward pass."""
     rows: Counter[Slot] = Counter()
     handles = [_counted(layer, rows) for layer in inspection.layers]
     try:

@@ -1,4 +1,4 @@
-"""From what a step computes and exchanges to its time on a link."""
+"""Time of a step on a link, from its trace of computation and collectives."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ SEGMENT_BYTES = 1448
 """Payload of one packet of TCP on Ethernet."""
 PACKETS_PER_ACK = 2
 LEAST_RTT_S = 3e-4
-"""What gloo's threads take to hear of each other on the shortest link."""
+"""Round trip of gloo's threads on the shortest link, in seconds."""
 
 
 def sent_wire_bytes(message: Started, network: Network) -> float:
-    """Bytes that an interface sends of a collective, on average over the sites."""
+    """Bytes that an interface sends for a collective, on average over the sites."""
     sent, received = (nbytes / network.cost.sites for nbytes in message.total)
     return _wire_bytes(sent, received, _own_bytes(message, network))
 
 
 def step_seconds(trace: Trace, link: ShapedLink, network: Network) -> float:
-    """Seconds of a step: what it computes, and what it waits for messages.
+    """Seconds of a step: its computation, and its waits for messages.
 
-    A site's messages take their turns on its link, in the order in which they are started, while
-    it goes on computing until it needs one. A message takes a round trip besides, and one that
-    goes round a ring one per hop, in which what else is under way can leave: gloo sends when it has
-    heard that the other side is ready, and a message through a hub goes to it and from it. Half a
-    round trip is enough where the receive was posted a step before. A hub passes on while it
-    receives, so that the line which is busy longest is what a message takes.
+    - A site's messages queue on its link, in the order in which they are started. The site computes
+      on until it needs one.
+    - Each message takes a round trip besides: gloo waits until the receiver is ready, and a message
+      through a hub travels to it and from it. Half a round trip is enough if the receive was posted
+      a step before.
+    - A ring takes a round trip per hop, in which other messages can leave.
+    - A hub forwards while it receives, so a message takes the time of the busiest line.
     """
     rtt_s = max(link.rtt_s, LEAST_RTT_S)
     waited_s, free_s = 0.0, 0.0
@@ -52,7 +53,7 @@ def step_seconds(trace: Trace, link: ShapedLink, network: Network) -> float:
 
 
 def _waits(message: Started, link: ShapedLink, network: Network) -> float:
-    """Round trips until it is there, besides what its bytes take."""
+    """Round trips of a message, besides the time that its bytes take."""
     is_sum = message.collective == Collective.ALL_REDUCE
     straight = is_sum and adds_up(_over(link, network.cost), message.traffic.sent)
     if message.is_expected and (straight or not is_sum):
@@ -61,14 +62,14 @@ def _waits(message: Started, link: ShapedLink, network: Network) -> float:
 
 
 def _over(link: ShapedLink, cost: CostModel) -> CostModel:
-    """What sites find out of the link when they start."""
+    """Cost model with the link that sites measure at their start."""
     if not isinstance(cost, RingCost):
         return cost
     return cost.over(Link(link.rtt_s / 2, (link.rate_bit_per_s or inf) / 8))
 
 
 def _transfer_s(message: Started, link: ShapedLink, network: Network) -> float:
-    """Of the busiest direction of this site's line or of the hub's."""
+    """Seconds on the busiest direction of this site's line or the hub's."""
     own_bytes, sites = _own_bytes(message, network), network.cost.sites
     of_site = 8 * max(_both_ways(*message.traffic, own_bytes))
     of_hub = 8 * max(_both_ways(*message.total, own_bytes * sites))
@@ -83,20 +84,20 @@ def _both_ways(sent: float, received: float, own_bytes: float) -> tuple[float, f
 
 
 def _wire_bytes(sent: float, received: float, own_bytes: float) -> float:
-    """With headers of packets, and acknowledgements of what is received."""
+    """Bytes with packet headers, and with acknowledgements of received packets."""
     acknowledged = (received + own_bytes) / PACKETS_PER_ACK
     sent += own_bytes
     return sent + HEADER_BYTES * (sent + acknowledged) / SEGMENT_BYTES
 
 
 def _own_bytes(message: Started, network: Network) -> float:
-    """What the transport itself says on a site's line, each way."""
+    """Bytes of the transport's own protocol on a site's line, each way."""
     each = network.own_bytes.get(message.collective, 0)
     return each * messages_of(network.cost, message.collective)
 
 
 def as_settled(link: ShapedLink, network: Network | None = None) -> Link:
-    """What `og.distribute` would measure of it."""
+    """Returns the link as `og.distribute` would measure it."""
     headers = HEADER_BYTES * (1 + 1 / PACKETS_PER_ACK) / SEGMENT_BYTES
     rate = 1e11 if link.rate_bit_per_s is None else link.rate_bit_per_s
     if network is not None and network.hub_bit_per_s is not None:

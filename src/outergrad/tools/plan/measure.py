@@ -1,4 +1,4 @@
-"""Runs some steps of every method among mirrors."""
+"""Measurement of methods by steps of one process among mirrors of itself."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from outergrad.tools.plan.subject import Subject
 
 ROUNDS = 3
 STEPS = 4
-"""As many of each kind, where two kinds of steps take turns."""
+"""Measured steps per round. It is even, for steps may be of two alternating kinds."""
 WARM_UP = 5
-"""Steps until a session leaves its headers out, whatever it learns in the first ones."""
+"""Steps after which a session omits its headers, whatever it learns in the first ones."""
 
 
 _UNPLANNED = og.Auto | og.PerLayer | og.LocalSteps
 
 
 def method_of(name: str) -> Method:
-    """The method of a name.
+    """Returns the method of a name.
 
     Raises:
-        RecipeError: There is none, or it cannot be planned.
+        RecipeError: There is no such method, or it cannot be planned.
     """
     made = attach_of(name, "--methods")
     method = _planned(made)
@@ -60,27 +60,26 @@ def method_of(name: str) -> Method:
 
 
 def _planned(made: Attach) -> Method | None:
-    """The method whose gradients can be planned, if it is one."""
     if not isinstance(made, Distributed) or isinstance(made.method, _UNPLANNED):
         return None
     return made.method
 
 
 def is_exact(method: Method) -> bool:
-    """Whether the gradient is the mean of the sites' gradients, up to rounding in float32."""
+    """True if the gradient is the mean of the sites' gradients, up to rounding in float32."""
     return isinstance(method, (og.Dense, og.DAD, og.EDAD)) and not getattr(method, "wire", ())
 
 
 @dataclass
 class Planned:
-    """What a method does in a step.
+    """Measurements of a method.
 
     Attributes:
         method: Its name.
-        exact: Whether its gradient is.
-        network: What joins the sites.
-        traces: Of every measured step.
-        stats: What the session says of the last two, on average.
+        exact: True if its gradient is exact.
+        network: Network between the sites.
+        traces: Trace of each measured step.
+        stats: The session's statistics of the last two steps, averaged.
     """
 
     method: str
@@ -96,19 +95,19 @@ class Planned:
 
     @property
     def wire_bytes(self) -> float:
-        """What an interface sends, on average over the sites: as `outergrad bench` counts it."""
+        """Bytes an interface sends, averaged over the sites, as `outergrad bench` counts them."""
         messages = [message for trace in self.traces[-2:] for message in trace.messages]
         nbytes = sum(sent_wire_bytes(message, self.network) for message in messages)
         return nbytes / len(self.traces[-2:])
 
     @property
     def messages(self) -> int:
-        """Collectives of a step."""
+        """Number of collectives in a step."""
         return len(self.traces[-1].messages)
 
     @property
     def compute_s(self) -> float:
-        """Median seconds that a step computes."""
+        """Median seconds of computation in a step."""
         return median(trace.compute_s for trace in self.traces)
 
     def seconds(self, link: ShapedLink) -> float:
@@ -124,18 +123,18 @@ def measure(
     seconds: float,
     progress: Callable[[str], None],
 ) -> tuple[Planned, list[Planned]]:
-    """Runs steps of every method in turns; each round begins with another.
+    """Runs steps of all methods in turns; each round begins with another method.
 
     Args:
-        subject: What is trained.
-        methods: By name.
-        network: What joins the sites.
-        link: Of each site.
-        seconds: After so long there is no further round.
-        progress: Is told of each method that has had its turn.
+        subject: The model and its batch.
+        methods: Methods by name.
+        network: Network between the sites.
+        link: Link of each site.
+        seconds: Time after which no further round begins.
+        progress: Called with the name of each method that has had its turn.
 
     Returns:
-        What training alone does, and what every method does.
+        The measurements of training alone, and of each method.
 
     Raises:
         RecipeError: A method does not fit the model, or its step fails.
@@ -172,7 +171,6 @@ def _run_shared(subject: Subject, method: Method, link: ShapedLink, planned: Pla
 
 
 def _mean(one: Stats, other: Stats) -> Stats:
-    """Bytes of two steps."""
     return replace(
         other,
         **_mean_bytes(one, other),
@@ -192,7 +190,7 @@ def _run(
     warm_up: int,
     after_step: Callable[[], None] = lambda: None,
 ) -> None:
-    # A step of size zero: what it costs does not depend on it, and nothing diverges.
+    # The cost of a step does not depend on the learning rate; with zero nothing diverges.
     optimizer = SGD(subject.model.parameters(), lr=0.0)
     for k in range(warm_up + STEPS):
         tracer.begin()

@@ -1,4 +1,4 @@
-"""What joins the sites of a plan: what collectives cost there, and what the lines can carry."""
+"""Network of a plan: costs of its collectives, and rates of its lines."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ GLOO_BYTES = {
     Collective.ALL_TO_ALL: 144,
     Collective.ALL_REDUCE: 288,
 }
-"""What gloo says besides, per message and hop."""
+"""Bytes of gloo's own protocol per message and hop."""
 _ASKED = ("sites", "copies", "all_reduce", "all_gather", "all_to_all", "share", "delays")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """What joins the sites.
+    """Network between the sites.
 
     Attributes:
-        name: Of the transport, as it was asked for.
-        cost: What its collectives cost a site.
-        own_bytes: What it says besides in every message of a collective, where that is known.
-        hub_bit_per_s: What the line of its hub carries each way, for all sites together; None for
-            no limit, or no hub.
+        name: Name of the transport, as the user gave it.
+        cost: Cost of its collectives for a site.
+        own_bytes: Bytes of its own protocol in every message of a collective, where that is known.
+        hub_bit_per_s: Rate of its hub's line each way, for all sites together; None for no limit,
+            or no hub.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Network:
 
     @property
     def title(self) -> str:
-        """For people: nothing of what goes without saying."""
+        """Description for a table's title; empty for the default."""
         hub = self.hub_bit_per_s
         thin = "" if hub is None else f", hub {ShapedLink(rate_bit_per_s=hub).name}"
         return "" if self.name == "torch" else f", transport {self.name}{thin}"
@@ -49,13 +49,13 @@ class Network:
 def network_of(
     transport: str | Callable[[int], CostModel], sites: int, hub_bit_per_s: float | None = None
 ) -> Network:
-    """The network of a transport.
+    """Returns the network of a transport.
 
     Args:
-        transport: ``torch``, ``star``, ``module:factory``, or what such a name stands for: a
-            function that is given the number of sites and returns a `CostModel`.
+        transport: ``torch``, ``star``, ``module:factory``, or a function that is given the number
+            of sites and returns a `CostModel`.
         sites: S.
-        hub_bit_per_s: What the line of the hub carries each way; None for no limit.
+        hub_bit_per_s: Rate of the hub's line each way; None for no limit.
 
     Raises:
         RecipeError: There is no such transport, or it has no hub.

@@ -1,4 +1,4 @@
-"""What is planned for: a model with inputs, one that is known by name or of the user's own code."""
+"""Subject of a plan: a model with inputs, known by name or from the user's own code."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _WANTED = "return (model, inputs), with inputs a tensor, a tuple or a dict of na
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and what a step of it computes.
+    """A model and the loss of a step.
 
     Attributes:
-        name: As it was asked for.
+        name: Name as the user gave it.
         model: The model.
-        rows: Of the batch, per site.
+        rows: Rows of the batch, per site.
         loss: Runs the forward pass.
     """
 
@@ -36,7 +36,7 @@ class Subject:
 
 @cache
 def known() -> Mapping[str, Callable[[int | None], Subject]]:
-    """Models with a name, which installed packages offer as entry points `outergrad.subjects`."""
+    """Named models, which installed packages register as entry points `outergrad.subjects`."""
     offers = (entry.load()() for entry in entry_points(group="outergrad.subjects"))
     return {name: make for offer in offers for name, make in offer.items()}
 
@@ -46,7 +46,7 @@ def subject(name: str, rows: int | None) -> Subject:
 
     Args:
         name: A key of `known()`, or ``module:factory``.
-        rows: Of the batch; the model's own if None.
+        rows: Rows of the batch; the model's own if None.
 
     Raises:
         RecipeError: There is no such model, or it cannot be built.
@@ -64,7 +64,7 @@ def subject(name: str, rows: int | None) -> Subject:
 
 
 def try_step(subject: Subject) -> None:
-    """Runs forward and backward of the plain model.
+    """Runs a forward and a backward pass of the plain model.
 
     Raises:
         RecipeError: The model fails on its inputs.
@@ -113,7 +113,6 @@ def _arguments(name: str, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _mean_square(name: str, output: Any) -> Tensor:
-    """Of all numbers that come out."""
     squares = [t.float().square().mean() for t in _tensors(output) if t.requires_grad]
     if not squares:
         raise RecipeError(f"--model {name}: no tensor with a gradient comes out of its model")

@@ -1,4 +1,4 @@
-"""A plan in the terminal."""
+"""Tables of a plan for the terminal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _METHOD_WIDTH = 9
 
 
 def methods_table(plan: Forecast) -> Table:
-    """A row per method, within 80 columns."""
+    """Returns a table with a row per method, within 80 columns."""
     table = Table(title=title(plan), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     table.pad_edge, table.padding = False, (0, 1, 0, 0)
     table.add_column("method", overflow="fold")
@@ -46,7 +46,6 @@ def methods_table(plan: Forecast) -> Table:
 
 
 def _method_cells(plan: Forecast, planned: Planned) -> Iterator[str]:
-    """Below `_HEADINGS`."""
     dense, step_s = plan.dense, plan.seconds(planned)
     yield "yes" if planned.exact else "no"
     yield _kilobytes(planned.sent_bytes)
@@ -59,7 +58,7 @@ def _method_cells(plan: Forecast, planned: Planned) -> Iterator[str]:
 
 
 def layer_tables(plan: Forecast, console: Console) -> Iterator[Table]:
-    """A table of every layer and in total; several, where there are too many methods for one."""
+    """Yields a table of all layers and the total, or several if the methods do not fit into one."""
     left = plan.methods
     while left:
         count = _fitting(plan, left, console)
@@ -68,7 +67,6 @@ def layer_tables(plan: Forecast, console: Console) -> Iterator[Table]:
 
 
 def _fitting(plan: Forecast, methods: Sequence[Planned], console: Console) -> int:
-    """How many of the first methods have room beside each other; one at least."""
     unlimited = console.options.update(max_width=10_000)
     for count in range(len(methods), 1, -1):
         table = _table(plan, methods[:count])
@@ -98,7 +96,7 @@ def _table(plan: Forecast, methods: Sequence[Planned]) -> Table:
 
 
 def title(plan: Forecast) -> str:
-    """Says what is planned."""
+    """Returns the title: model, rows, sites and network."""
     sites, link = plan.question.sites, plan.question.link.name
     return (
         f"{plan.subject.name}, {plan.subject.rows} rows a batch, {sites} sites, link {link}"
@@ -107,7 +105,6 @@ def title(plan: Forecast) -> str:
 
 
 def _heading(method: str) -> str:
-    """On two lines or more, if it is long."""
     if len(method) < _METHOD_WIDTH:
         return method
     lines = method.replace("rank-dad-", "rank-dad:").split(":")
@@ -120,7 +117,7 @@ def _layer_cells(layer: LayerPlan) -> tuple[str, ...]:
 
 
 def _limit(layer: LayerPlan) -> str:
-    """Rows below which exact factors pay; of several weights the least and the most."""
+    """Rows below which exact factors pay; the range if weights differ."""
     if layer.break_even is None:
         return ""
     low, high = (inf if isinf(limit) else int(limit) for limit in layer.break_even)
@@ -129,7 +126,7 @@ def _limit(layer: LayerPlan) -> str:
 
 
 def shortened(name: str, width: int = _NAME_WIDTH) -> str:
-    """A name without its middle, if it is too long."""
+    """Returns a name, without its middle if it is too long."""
     if len(name) <= width:
         return name
     left = (width - 1) // 2
@@ -149,6 +146,5 @@ def _kilobytes(nbytes: float) -> str:
 
 
 def _totals(methods: Sequence[Planned]) -> Iterator[tuple[str, list[str]]]:
-    """Lines below those of the layers."""
     yield "total", [_kilobytes(m.sent_bytes) + " " for m in methods]
     yield "with TCP/IP, mean", [_kilobytes(m.wire_bytes) + " " for m in methods]

@@ -1,4 +1,4 @@
-"""What a plan comes to, in sentences."""
+"""Conclusions of a plan, in sentences."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from outergrad.tools.plan.forecast import HIGHEST_BIT_PER_S, Forecast
 from outergrad.tools.plan.measure import Planned
 
 _EVEN = 0.03
-"""Step times that differ by less are about the same."""
+"""Relative difference of step times below which they count as equal."""
 
 
 def sentences(plan: Forecast) -> Iterator[str]:
-    """Which methods pay, by how much, and from where on dense is as fast."""
+    """Yields which methods pay, by how much, and the link rate from which on dense is as fast."""
     sites, link = plan.question.sites, plan.question.link.name
     for exact, kind in ((True, "exact"), (False, "approximate")):
         best = plan.fastest(exact=exact)
@@ -31,7 +31,7 @@ def sentences(plan: Forecast) -> Iterator[str]:
 
 
 def why_equal_layers_differ(plan: Forecast) -> str:
-    """Of layers of one shape that send unlike bytes by one method; empty where there are none."""
+    """Explains why layers of one shape send different bytes by one method; empty if none do."""
     sent = defaultdict[tuple[object, ...], set[int]](set)
     for layer in plan.layers:
         for method, told in layer.sent.items():
@@ -61,7 +61,7 @@ def _verdict(plan: Forecast, best: Planned) -> str:
 
 
 def _from_where_on(plan: Forecast, best: Planned) -> str:
-    """Nothing to say where dense is as fast already."""
+    """Link rate from which on dense is as fast; empty if it is as fast already."""
     if plan.question.link.rate_bit_per_s is None or plan.seconds(best) >= plan.seconds(plan.dense):
         return ""
     rate = plan.even_rate(best)
@@ -73,7 +73,6 @@ def _from_where_on(plan: Forecast, best: Planned) -> str:
 
 
 def _rows(plan: Forecast, lows: list[float], highs: list[float]) -> str:
-    """On layers that take exact factors."""
     counted = [layer for layer in plan.layers if layer.rows and layer.break_even]
     paying = [v for v in counted if v.break_even and (v.rows or 0) < v.break_even[1]]
     return (

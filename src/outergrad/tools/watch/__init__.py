@@ -1,1 +1,1 @@
-"""``outergrad watch``: what a run writes, as a picture in the terminal."""
+"""Command ``outergrad watch``: live view of a run in the terminal."""

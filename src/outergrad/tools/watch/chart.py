@@ -1,4 +1,4 @@
-"""Curves of blocks."""
+"""Curves drawn with block characters."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def chart(
     low: float | None = None,
     least_span: float = 0.0,
 ) -> list[str]:
-    """A curve of blocks.
+    """Draws a curve with block characters.
 
     Args:
-        values: oldest first; as many as do not fit are averaged together.
+        values: values, oldest first; averaged in bins if there are more than columns.
         width: columns.
         height: lines.
-        low: what an empty block stands for; the smallest value unless given.
-        least_span: difference between the lowest and the highest block at least, as a part of the
-            largest value, so that what hardly changes looks like it.
+        low: value of an empty block; the smallest value unless given.
+        least_span: minimum difference between the lowest and the highest block, as a share of the
+            largest value, so that small changes look small.
 
     Returns:
-        The lines, from the top, each of the width.
+        The lines, from the top, each `width` long.
     """
     means = _binned(values, width) if width > 0 else []
     finite = [v for v in means if math.isfinite(v)] or [0.0]
@@ -40,7 +40,7 @@ def chart(
 
 
 def _level(value: float, bottom: float, top: float, levels: int) -> int:
-    """Eighths of a block, from 1; 0 for what is no number."""
+    """Eighths of a block, from 1; 0 if the value is not finite."""
     if not math.isfinite(value):
         return 0
     share = (value - bottom) / (top - bottom) if top > bottom else 0.5

@@ -1,4 +1,4 @@
-"""The layers of a run as lines of a table."""
+"""Table of a run's layers."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ Cell = Callable[[LayerLine, int], Text]
 
 @dataclass(frozen=True)
 class Column:
-    """One column.
+    """Column of the table.
 
     Attributes:
-        title: above it.
+        title: heading.
         width: columns of the terminal.
-        cell: what it says of a layer in that width.
-        from_width: shown in a terminal at least as wide.
-        left: whether its text begins at the left.
-        grows: whether it takes of what is left over, up to three times its width.
+        cell: formats a layer's cell, given the width.
+        from_width: minimum width of a terminal that shows it.
+        left: True for left alignment.
+        grows: True if it gets a share of spare columns, up to three times its width.
     """
 
     title: str
@@ -50,7 +50,7 @@ class Column:
 
 
 def table(lines: Sequence[LayerLine], width: int) -> list[Text]:
-    """The heading and a line for each layer."""
+    """Returns the heading and a line for each layer."""
     columns = _grown([c for c in COLUMNS if width >= c.from_width], lines, width)
     names = width - sum(c.width + 2 for c in columns)
     heading = _row("layer".ljust(names), (Text(c.title) for c in columns), columns)
@@ -61,7 +61,7 @@ def table(lines: Sequence[LayerLine], width: int) -> list[Text]:
 
 
 def _grown(columns: list[Column], lines: Sequence[LayerLine], width: int) -> list[Column]:
-    """Gives curves what names leave over."""
+    """Columns with those that grow widened by the space that names leave."""
     longest = max((len(_name(line)) for line in lines), default=_NAME)
     spare = width - sum(c.width + 2 for c in columns) - max(longest, _NAME)
     each = max(0, spare) // max(1, sum(c.grows for c in columns))
@@ -74,7 +74,7 @@ def _row(first: str, cells: Iterable[Text], columns: Sequence[Column]) -> Text:
 
 
 def _shortened(name: str, width: int) -> str:
-    """Without the modules around it for which there is no room."""
+    """Name without as many enclosing modules as do not fit."""
     if len(name) <= width:
         return name
     end = name[1 - width :]
@@ -119,7 +119,7 @@ def _duplicates(line: LayerLine, width: int) -> Text:
 
 
 def agreeing(cosine: float) -> str:
-    """The colour of a cosine between a site's gradient and the mean one."""
+    """Returns the colour of a cosine between a site's gradient and the mean gradient."""
     return "green" if cosine > 0.7 else "yellow" if cosine > 0.3 else "red"
 
 

@@ -1,4 +1,4 @@
-"""Looking at a run until the user has seen enough."""
+"""Live view of a run, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ LINE_EVERY_S = 10.0
 
 
 class Folder:
-    """The files of a run, also those that come later.
+    """Files of a run, including those that appear later.
 
     Attributes:
-        path: where they are.
-        foreign: whole lines so far that were no events.
+        path: their folder.
+        foreign: number of complete lines so far that are not events.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,12 +40,12 @@ class Folder:
         self._files: dict[Path, GrowingFile] = {}
 
     def news(self) -> Iterator[tuple[Event, float]]:
-        """New events, site after site, and when their file was last written to."""
+        """Yields new events, site after site, each with the time of the last write to its file."""
         for path in sorted(self.path.glob(PATTERN)):
             file = self._files.setdefault(path, GrowingFile(path, RECENT_BYTES))
             try:
                 lines, written = file.lines()
-            except FileNotFoundError:  # taken away since
+            except FileNotFoundError:  # deleted after the listing
                 continue
             for line in lines:
                 entry, problems = read(line)
@@ -55,18 +55,18 @@ class Folder:
 
 
 class Watch:
-    """A run, read as far as it is written.
+    """View of a run, as far as it is written.
 
     Args:
-        path: the folder of the run.
-        console: where it is shown.
+        path: folder of the run.
+        console: console that shows it.
     """
 
     def __init__(self, path: Path, console: Console) -> None:
         self.watched, self._folder, self._console = Watched(), Folder(path), console
 
     def read(self) -> bool:
-        """Takes what is new; whether there was something."""
+        """Reads new lines; True if there were any."""
         before, any_new = self._folder.foreign, False
         for event, heard in self._folder.news():
             self.watched.take(event, heard)
@@ -74,18 +74,18 @@ class Watch:
         return any_new or self._folder.foreign > before
 
     def view(self, spared_lines: int = 0) -> View:
-        """Of what fits into the terminal; of everything where there is none."""
+        """Returns the view: limited to the terminal's height, unlimited without a terminal."""
         width, height = self._console.size
         shown = height - spared_lines if self._console.is_terminal else None
         return View(self._folder.path, self._folder.foreign, time.time(), width, shown)
 
     def show(self) -> None:
-        """Writes the picture once, with room for the prompt below."""
+        """Prints the picture once, with room for the prompt below."""
         shown = picture(self.watched, self.view(spared_lines=2))
         self._console.print(shown, no_wrap=True, crop=False, highlight=False)
 
     def follow(self) -> None:
-        """Shows it until Ctrl-C: a picture in a terminal, else lines."""
+        """Shows the run until Ctrl-C: as a picture in a terminal, else as lines."""
         with contextlib.suppress(KeyboardInterrupt):
             if self._console.is_terminal and not self._console.is_dumb_terminal:
                 self._live()
@@ -93,7 +93,7 @@ class Watch:
                 self._lines()
 
     def _live(self) -> None:
-        """Redraws the picture, and leaves the last one there."""
+        """Redraws the picture, and prints the last one at the end."""
         try:
             self._redraw()
         finally:
@@ -110,7 +110,6 @@ class Watch:
                 time.sleep(LOOK_EVERY_S)
 
     def _lines(self) -> None:
-        """Writes a plain line now and then, as a log."""
         said = ""
         while True:
             self.read()
@@ -122,7 +121,7 @@ class Watch:
 
 
 def summary_line(watched: Watched, view: View) -> str:
-    """The main figures in one line; that there is no news, without a time that would go on."""
+    """Returns the main figures in one line; silence as a time, since a duration would change it."""
     if not watched.sites:
         return waiting(view).plain.strip()
     told = speed(watched)

@@ -1,4 +1,4 @@
-"""What is said of a run as a whole."""
+"""Overview of a run: its state, traffic, and events."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SIGNS = {
 
 
 def head(watched: Watched, view: View) -> list[Text]:
-    """What runs, whether it does, and how far it is."""
+    """Returns the lines with the run's name, method, state and progress."""
     state = _state(watched, view.now)
     method = watched.run.method if watched.run else "a run of which the beginning was not written"
     path, room = str(view.path), view.width - len(state[0]) - len(method) - 6
@@ -34,7 +34,6 @@ def head(watched: Watched, view: View) -> list[Text]:
 
 
 def _state(watched: Watched, now: float) -> tuple[str, str]:
-    """Whether the run goes on, and its colour."""
     ends = [site.ended for site in watched.sites if site.ended]
     if len(ends) == len(watched.sites):
         error = next((f" by {end.error}" for end in ends if end.error), "")
@@ -57,14 +56,14 @@ def _progress(watched: Watched) -> Text:
 
 
 def silence(watched: Watched, now: float) -> float | None:
-    """Seconds since any site was heard, if all that have not ended are silent."""
+    """Returns the seconds since news of any site, if all sites that have not ended are silent."""
     silences = [site.silence_s(now) for site in watched.sites if not site.ended]
     known = [s for s in silences if s is not None]
     return min(known) if known and len(known) == len(silences) else None
 
 
 def traffic(watched: Watched, view: View) -> list[Text]:
-    """Bytes, seconds and sites."""
+    """Returns the lines about bytes, seconds and sites."""
     told = speed(watched)
     return [
         labelled("sent", _sent(told)),
@@ -91,7 +90,6 @@ def _sent(told: Speed) -> Text:
 
 
 def _times(told: Speed, width: int) -> Text:
-    """A bar of a step's seconds, and what its parts are."""
     known = sum(told.parts_s.values())
     whole = max(told.step_s or 0.0, known)
     rest = {"the rest": max(0.0, whole - known)} if told.step_s else {}
@@ -135,7 +133,6 @@ def _site_dot(site: WatchedSite | None, now: float) -> Text:
 
 
 def _noise(watched: Watched) -> list[Text]:
-    """How many batches of a site have as much noise as signal in their mean."""
     batches = noise_batches(watched)
     if batches is None:
         return []
@@ -143,7 +140,6 @@ def _noise(watched: Watched) -> list[Text]:
 
 
 def _outliers(watched: Watched) -> list[Text]:
-    """The sample that stands out most, where sites record samples, and how many others do."""
     found = outliers(watched)
     if not found:
         return []
@@ -155,7 +151,6 @@ def _outliers(watched: Watched) -> list[Text]:
 
 
 def _trial(watched: Watched) -> list[Text]:
-    """What `og.Auto()` tried last, as the first site that knows of it told."""
     trial = next((site.trial for site in watched.sites if site.trial), None)
     if trial is None:
         return []
@@ -165,7 +160,7 @@ def _trial(watched: Watched) -> list[Text]:
 
 
 def _mishaps(watched: Watched) -> list[Text]:
-    """Steps that came to nothing: all sites tell of the same ones, most of them at least."""
+    """Line with failed steps, from the site that reports most of them."""
     mishaps = max((site.mishaps for site in watched.sites), key=len)
     if not mishaps:
         return []
@@ -177,7 +172,6 @@ def _mishaps(watched: Watched) -> list[Text]:
 
 
 def _change(watched: Watched) -> list[Text]:
-    """Who takes part, where that has changed."""
     changes = [site.change for site in watched.sites if site.change is not None]
     if not changes:
         return []
@@ -186,7 +180,7 @@ def _change(watched: Watched) -> list[Text]:
 
 
 def _silent_ones(watched: Watched, view: View) -> list[Text]:
-    """Names the sites that are silent while others are not, or were so first."""
+    """Line with sites that are silent while others are not, or that became silent first."""
     quiet = [s for s in watched.sites if s.silence_s(view.now) is not None]
     last = max(site.step for site in watched.sites)
     if len(quiet) == sum(site.ended is None for site in watched.sites):

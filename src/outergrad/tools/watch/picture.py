@@ -1,4 +1,4 @@
-"""A run as lines of a terminal."""
+"""Picture of a run, as lines of a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROWS = 2
 
 
 def picture(watched: Watched, view: View) -> Text:
-    """The whole of it, in at most the width and height of the view."""
+    """Returns the whole picture, within the width and height of the view."""
     lines = _lines(watched, view) if watched.sites else [waiting(view)]
     return Text("\n").join(fitted(line, view.width) for line in lines[: view.height])
 
@@ -38,19 +38,17 @@ def _lines(watched: Watched, view: View) -> list[Text]:
 
 
 def waiting(view: View) -> Text:
-    """What is said while there is nothing."""
+    """Returns the message while no file exists."""
     return Text(f"waiting for site-*.jsonl in {view.path}", "yellow")
 
 
 def _space(view: View, *parts: Sequence[Text]) -> int:
-    """Lines left for curves and layers."""
     if view.height is None:
         return 10**6
     return max(2, view.height - sum(map(len, parts)))
 
 
 def _cut(rows: list[Text], space: int) -> list[Text]:
-    """The heading and as many layers as there is room for."""
     if len(rows) <= space:
         return rows
     kept = max(1, space - 1)
@@ -68,7 +66,6 @@ def _foot(view: View, hidden_curves: int) -> list[Text]:
 
 
 def _scalar_lines(curves: Mapping[str, Sequence[float]], view: View, height: int) -> list[Text]:
-    """Their last values, and curves beside each other."""
     shown = list(curves)[: _shown(len(curves), view)]
     across = _across(len(shown), view)
     each = (view.width - 2) // across
@@ -79,7 +76,7 @@ def _scalar_lines(curves: Mapping[str, Sequence[float]], view: View, height: int
 
 
 def _curve_height(view: View, space: int, layers: int, curves: int) -> int:
-    """Lines of a curve: a few in a high terminal, more where layers leave them."""
+    """Lines of a curve: at least a few in a tall terminal, more where layers leave room."""
     if view.height is None or not curves:
         return 1
     lines = -(-_shown(curves, view) // _across(curves, view))

@@ -1,4 +1,4 @@
-"""What is known of a run: the last that each site told, and some of what was before."""
+"""State of a run: each site's last events, and recent series."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _MISHAPS = 100
 
 
 class Series(dict[int, float]):
-    """The last values by their steps, oldest first."""
+    """Last `RECENT` values by step, oldest first."""
 
     def add(self, step: int, value: float) -> None:
-        """Takes the value of a step; of one that came before, the later value counts."""
+        """Adds the value of a step; replaces an earlier value of that step."""
         self[step] = value
         if len(self) > RECENT:
             del self[next(iter(self))]
 
     def forget_from(self, step: int) -> None:
-        """Forgets what is of this step or a later one."""
+        """Drops the values of this step and later ones."""
         for late in [at for at in self if at >= step]:
             del self[late]
 
@@ -36,9 +36,9 @@ class SiteLayer:
     """One layer at one site.
 
     Attributes:
-        last: the last that was told.
-        sent_bytes: of all its events.
-        effective_rank: of recent steps.
+        last: its last event.
+        sent_bytes: sum over all its events.
+        effective_rank: values of recent steps.
     """
 
     last: Layer
@@ -46,29 +46,29 @@ class SiteLayer:
     effective_rank: Series = field(default_factory=Series)
 
     def take(self, event: Layer) -> None:
-        """Takes another event of it."""
+        """Adds an event of the layer."""
         self.last, self.sent_bytes = event, self.sent_bytes + event.sent_bytes
         if event.effective_rank is not None:
             self.effective_rank.add(event.step, event.effective_rank)
 
 
 class WatchedSite:
-    """What one site told of the present run.
+    """State of one site in the present run.
 
     Attributes:
-        rank: of the site.
-        run: how its steps began; None if that was never written.
-        layers: by name.
-        steps: the last ones.
-        mishaps: the last steps that came to nothing.
-        trial: the last of `og.Auto()`; None before one.
-        change: who takes part, if that has changed.
-        scalars: by name, in the order in which they came.
-        ended: that its program has ended, and how; None while it goes on.
+        rank: rank of the site.
+        run: its last start or resumption; None if that was never written.
+        layers: layers by name.
+        steps: its last steps.
+        mishaps: its last failed steps.
+        trial: last trial of `og.Auto()`; None before one.
+        change: last change of the participating sites; None before one.
+        scalars: series by name, in the order of their first event.
+        ended: event of its end; None while it goes on.
         agreement: cosine between its own gradient and the mean one, over all layers.
-        step: the last one that it told of, in any event.
-        time: of its clock, then; seconds since 1970.
-        heard: when its file was last written to, in seconds since 1970.
+        step: last step of any event.
+        time: time of the last event by its own clock; seconds since 1970.
+        heard: time of the last write to its file; seconds since 1970.
     """
 
     def __init__(self, rank: int) -> None:
@@ -89,7 +89,7 @@ class WatchedSite:
         self._gaps_s: deque[float] = deque(maxlen=RECENT)
 
     def take(self, event: Event, heard: float) -> None:
-        """Takes the next event of its file."""
+        """Adds the next event of its file."""
         self.heard = heard
         if isinstance(event, Run):
             return self._begin(event)
@@ -131,7 +131,7 @@ class WatchedSite:
             self.agreement.add(step.step, cosine)
 
     def silence_s(self, now: float) -> float | None:
-        """Seconds without news, if they are many more than usual and it has not ended."""
+        """Seconds without news, or None if that is not unusual or the site has ended."""
         if self.ended is not None:
             return None
         silence = now - self.heard
@@ -140,10 +140,10 @@ class WatchedSite:
 
 
 class Watched:
-    """The present run, of all sites.
+    """Present run, with all its sites.
 
     Attributes:
-        run: how it began, as the site told that began last.
+        run: last start or resumption, by the time of the event.
     """
 
     def __init__(self) -> None:
@@ -151,20 +151,20 @@ class Watched:
         self._sites: dict[int, WatchedSite] = {}
 
     def take(self, event: Event, heard: float) -> None:
-        """Takes the next event of a file that was last written to then."""
+        """Adds the next event of a file; `heard` is the time of the file's last write."""
         self._sites.setdefault(event.rank, WatchedSite(event.rank)).take(event, heard)
         if isinstance(event, Run) and (self.run is None or event.time >= self.run.time):
             self.run = event
 
     @property
     def sites(self) -> list[WatchedSite]:
-        """Those of the present run, in order: an earlier one may have had more."""
+        """Sites of the present run, in order; an earlier run may have had more."""
         most = self.run.sites if self.run else math.inf
         return [site for rank, site in sorted(self._sites.items()) if rank < most]
 
 
 def whole_cosine(layers: Iterable[Layer]) -> float | None:
-    """Cosine between a site's whole gradient and the mean one, from those of its layers."""
+    """Returns the cosine between a site's whole gradient and the mean, from those of its layers."""
     told = [
         (e.cosine, e.gradient_norm, e.mean_norm)
         for e in layers
@@ -176,7 +176,7 @@ def whole_cosine(layers: Iterable[Layer]) -> float | None:
 
 
 def mean_over(series: Sequence[Series]) -> list[float]:
-    """The means of the steps that all of them have, oldest first; else the first's values."""
+    """Returns means at common steps, oldest first; without any, the first series' values."""
     if not series:
         return []
     common = [step for step in series[0] if all(step in s for s in series)]

@@ -14,14 +14,14 @@ PARTS = ("compress", "replay", "wait")
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast the sites go; what is not known yet is None.
+    """Speed of the sites; None if not known yet.
 
     Attributes:
-        step_s: seconds per step, the mean of sites and of the last recorded steps.
-        sent_bytes: per step and site.
-        total_sent_bytes: per site, in all steps.
-        fewer: how many times as many bytes DDP would send.
-        parts_s: seconds of "compress", "replay" and "wait" among these; of the first steps alone
+        step_s: seconds per step, averaged over the sites and their last recorded steps.
+        sent_bytes: bytes per step and site.
+        total_sent_bytes: bytes per site, in all steps.
+        fewer: ratio of DDP's bytes to those of the run.
+        parts_s: seconds of "compress", "replay" and "wait" in a step; of the first steps alone
             where seconds per step are not known yet.
     """
 
@@ -33,12 +33,12 @@ class Speed:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """That a site sends."""
+        """Bytes that a site sends per second."""
         return self.sent_bytes / self.step_s if self.sent_bytes and self.step_s else None
 
 
 def speed(watched: Watched) -> Speed:
-    """Of all sites, over their last recorded steps."""
+    """Returns the speed of all sites over their last recorded steps."""
     sites = [site for site in watched.sites if site.steps]
     steps = [step for site in sites for step in site.steps]
     timed = [step for step in steps if step.seconds] or steps
@@ -56,7 +56,7 @@ def speed(watched: Watched) -> Speed:
 
 
 def _sent_per_step(site: WatchedSite) -> float:
-    """Over all steps between recorded ones, which need not be like them."""
+    """Mean bytes of all steps between recorded ones, which may differ from those."""
     first, last = site.steps[0], site.steps[-1]
     if last.step == first.step:
         return last.sent_bytes
@@ -64,7 +64,7 @@ def _sent_per_step(site: WatchedSite) -> float:
 
 
 def scalars(watched: Watched) -> dict[str, list[float]]:
-    """Recent values by name, means over the sites: first what is called a loss."""
+    """Returns recent values by name, averaged over the sites; losses come first."""
     names = dict.fromkeys(name for site in watched.sites for name in site.scalars)
     ordered = sorted(names, key=lambda name: "loss" not in name.lower())
     return {
@@ -75,12 +75,12 @@ def scalars(watched: Watched) -> dict[str, list[float]]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How the sites' gradients agree with their mean.
+    """Agreement of the sites' gradients with their mean.
 
     Attributes:
-        least: the smallest cosine.
-        site: which site has it.
-        most: the largest.
+        least: smallest cosine.
+        site: rank of the site that has it.
+        most: largest cosine.
         history: recent means over the sites.
     """
 
@@ -91,7 +91,7 @@ class Agreement:
 
 
 def agreement(watched: Watched) -> Agreement | None:
-    """Of the last recorded steps; None if it was not measured."""
+    """Returns the agreement in the last recorded steps; None if it was not measured."""
     told = {site.rank: site.agreement for site in watched.sites if site.agreement}
     if not told:
         return None
@@ -105,8 +105,8 @@ class LayerLine:
     """One layer at all sites.
 
     Attributes:
-        told: what each site told last.
-        effective_rank: recent ones of the first site.
+        told: each site's last event.
+        effective_rank: recent values of the first site.
     """
 
     told: Sequence[Layer]
@@ -114,32 +114,32 @@ class LayerLine:
 
     @property
     def last(self) -> Layer:
-        """What the first site told last."""
+        """Last event of the first site."""
         return self.told[0]
 
     @property
     def cosine(self) -> float | None:
-        """The smallest of the sites."""
+        """Smallest cosine of the sites."""
         return min((e.cosine for e in self.told if e.cosine is not None), default=None)
 
     @property
     def relative_error(self) -> float | None:
-        """The largest of the sites."""
+        """Largest relative error of the sites."""
         errors = (e.relative_error for e in self.told if e.relative_error is not None)
         return max(errors, default=None)
 
     @property
     def duplicates(self) -> float | None:
-        """The mean of the sites."""
+        """Mean share of duplicates over the sites."""
         return _mean(e.duplicates for e in self.told if e.duplicates is not None)
 
     def mean(self, figure: str) -> float:
-        """The mean over the sites of a field of `Layer`."""
+        """Returns the mean over the sites of a field of `Layer`."""
         return fmean(getattr(event, figure) for event in self.told)
 
 
 def layer_lines(watched: Watched) -> list[LayerLine]:
-    """All layers, those that sent most first."""
+    """Returns all layers, starting with those that sent most bytes."""
     by_name: dict[str, list[SiteLayer]] = {}
     for site in watched.sites:
         for name, layer in site.layers.items():
@@ -152,20 +152,20 @@ def layer_lines(watched: Watched) -> list[LayerLine]:
 
 
 def noise_batches(watched: Watched) -> float | None:
-    """The noise scale, the mean of what the sites told last."""
+    """Returns the noise scale, averaged over the sites' last steps."""
     last = (site.steps[-1].noise_batches for site in watched.sites if site.steps)
     return _mean(batches for batches in last if batches is not None)
 
 
 @dataclass(frozen=True)
 class Outlier:
-    """A sample that stood out when its layer was measured last.
+    """Sample that was an outlier in the last measurement of its layer.
 
     Attributes:
-        site: whose it is.
-        sample: its number in the batch.
-        layer: of the gradient.
-        times: its norm, in medians of the layer's samples.
+        site: rank of its site.
+        sample: its index in the batch.
+        layer: layer of the gradient.
+        times: its norm, as a multiple of the median of the layer's samples.
     """
 
     site: int
@@ -175,7 +175,7 @@ class Outlier:
 
 
 def outliers(watched: Watched) -> list[Outlier]:
-    """Those of all sites and layers, the largest first."""
+    """Returns the outliers of all sites and layers, largest first."""
     found = [
         Outlier(site.rank, sample, name, norm / layer.last.sample_norm)
         for site in watched.sites

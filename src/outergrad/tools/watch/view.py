@@ -1,4 +1,4 @@
-"""From where a run is looked at, and how a line of it is laid out."""
+"""View of a run, and layout of its lines."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ LABEL = 9
 
 @dataclass(frozen=True)
 class View:
-    """From where a run is looked at.
+    """Size and time for which a picture is drawn.
 
     Attributes:
-        path: the folder of the run.
-        foreign: lines in its files that are no events.
+        path: folder of the run.
+        foreign: number of lines in its files that are not events.
         now: seconds since 1970.
         width: columns of the picture.
-        height: lines that it may have; None for as many as there are.
+        height: maximum number of lines; None for no limit.
     """
 
     path: Path
@@ -33,32 +33,32 @@ class View:
 
 
 def labelled(label: str, text: Text) -> Text:
-    """A line behind its label."""
+    """Returns a line that starts with its label."""
     return Text.assemble((label.ljust(LABEL), "dim"), text)
 
 
 def dotted(*figures: str | tuple[str, str] | Text | None) -> Text:
-    """Figures with dots between them; None and "" are left out."""
+    """Joins figures with dots; None and "" are left out."""
     dot = Text.assemble((" · ", DIM))
     return dot.join(Text.assemble(figure) for figure in figures if figure)
 
 
 def rule(view: View) -> Text:
-    """Between two parts of the picture."""
+    """Returns a line between two parts of the picture."""
     return Text("─" * (view.width - 2), DIM)
 
 
 def sides(left: Text, right: Text, width: int) -> Text:
-    """One text at the left end of a line and one at the right; the left one gives way."""
+    """Returns a line with text at both ends; the left one is cut if there is no room."""
     left = left.copy()
     left.truncate(max(0, width - 4 - len(right)), overflow="ellipsis", pad=True)
     return Text.assemble(left, "  ", right)
 
 
 def fitted(line: Text, width: int) -> Text:
-    """With a margin at the left, and an end that says so where it is cut off.
+    """Returns a line with a left margin, and an ellipsis if it is cut.
 
-    Names in it come from files: nothing in them reaches the terminal but what can be seen.
+    Names in it come from files, hence only printable characters reach the terminal.
     """
     fitted = Text.assemble(" ", line)
     fitted.plain = printable(fitted.plain)  # of the same length, so that colours stay
