@@ -121,10 +121,10 @@ def test_every_byte_is_booked_on_a_parameter_or_is_a_header(name):
     def body(rank, transport):
         model = build()
         session = og.distribute(model, METHODS[name], transport=transport)
-        before = session._comm.sent_bytes, session._comm.received_bytes
+        before = session._at.comm.sent_bytes, session._at.comm.received_bytes
         list(train(model, rank, range(1)))
         stats = session.stats()
-        sent = session._comm.sent_bytes - before[0], session._comm.received_bytes - before[1]
+        sent = session._at.comm.sent_bytes - before[0], session._at.comm.received_bytes - before[1]
         session.detach()
         return stats, sent
 
@@ -250,7 +250,7 @@ def lost_by(sites, leave, timeout):
         next(steps)
         before = [p.detach().clone() for p in model.parameters()]
         if rank == sites - 1:
-            return leave(session._comm)
+            return leave(session._at.comm)
         with pytest.raises(og.SiteLostError) as caught:
             list(steps)
         with pytest.raises(og.SiteLostError):

@@ -57,7 +57,7 @@ def test_what_was_applied_and_what_is_owed_is_all_there_was(name, sites):
             for n, p in model.named_parameters():
                 applied[n] += p.grad
         owed = {n: torch.zeros_like(t) for n, t in applied.items()}
-        for compressor, units in session._compressors.items():
+        for compressor, units in session._exchange.compressors.items():
             for matrix in (m for unit in units for m in unit.matrices):
                 if (residual := compressor.residual(matrix)) is not None:
                     owed[matrix.weight] += formed(residual).view_as(owed[matrix.weight])

@@ -64,14 +64,14 @@ def trained(rank, transport, lie):
 
 
 def _lie(session, model, lie, made):
-    board = session._comm.board
+    board = session._at.comm.board
     board._limit_s = 1.0
     try:
         lie(board, made, model)
     except BoardGoneError:
         pass  # the hub does not take it
     finally:
-        session._comm.close()
+        session._at.comm.close()
 
 
 @pytest.mark.parametrize("when_lost", ["raise", "go on"])

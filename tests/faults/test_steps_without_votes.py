@@ -148,9 +148,9 @@ def test_a_site_that_died_after_the_last_step_is_named_when_the_session_settles(
         for step in range(3):
             backward(model, rank, step)
         if rank == 1:
-            on_transport(session._comm.key).end_watching()
+            on_transport(session._at.comm.key).end_watching()
             with suppress(RuntimeError):
-                session._comm.close()
+                session._at.comm.close()
             dead.set()
             return None
         dead.wait(10.0)

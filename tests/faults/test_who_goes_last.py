@@ -45,7 +45,7 @@ def trained(rank, group, timeout=5.0):
         own_comm().armed = step == 2
         model.zero_grad()
         (model(X[rank] + 0.1 * step) ** 2).mean().backward()
-    session._comm.holds_board = rank == 0
+    session._at.comm.holds_board = rank == 0
     return session
 
 
@@ -62,7 +62,7 @@ def test_a_site_that_settles_after_the_store_has_ended_compares_nevertheless(
         session = trained(rank, group)
         if rank > 0:
             assert ended.wait(10.0)
-            session._comm.board._gone = True
+            session._at.comm.board._gone = True
         try:
             with pytest.raises(og.DriftError) as caught:
                 getattr(session, when)()
@@ -82,7 +82,7 @@ def test_who_cannot_compare_any_more_says_so(faulty_transport):
         if rank == 0:
             on_transport(group).end_watching()
             return None
-        session._comm.board._gone = True
+        session._at.comm.board._gone = True
         with pytest.raises(og.SiteLostError, match="received in the steps 1 to 4") as e:
             session.state_dict()
         with warnings.catch_warnings():
@@ -102,7 +102,7 @@ def test_who_cannot_compare_any_more_says_so_when_it_ends(faulty_transport, end)
         if rank == 0:
             on_transport(group).end_watching()
             return
-        session._comm.board._gone = True
+        session._at.comm.board._gone = True
         with pytest.warns(RuntimeWarning, match="site 1 lost site 0 before the sites had compared"):
             getattr(session, end)()
 
@@ -118,7 +118,7 @@ def test_the_host_waits_no_longer_than_for_a_message(faulty_transport):
         if rank == 1:
             on_transport(group).end_watching()
             pact = on_transport(group).pact
-            Digests(1, 2, pact.made, pact.told).tell(session._comm.board)
+            Digests(1, 2, pact.made, pact.told).tell(session._at.comm.board)
             gone.set()
             return 0.0
         assert gone.wait(10.0)

@@ -106,11 +106,11 @@ def residual_of(sessions: list[og.Session]) -> dict[str, Tensor]:
     """What a site remembers of every parameter."""
     found: dict[str, Tensor] = {}
     for k, session in enumerate(sessions):
-        for state in session._compressors.states():
+        for state in session._exchange.compressors.states():
             memories = state.get("own", {}).get("memories", {})
             for place, memory in memories.items():
                 name, _, rows = place.partition("[")
-                p = session._model.params[name]
+                p = session._exchange.model.params[name]
                 whole = found.setdefault(f"{k}.{name}", torch.zeros(p.shape, dtype=torch.double))
                 start, _, stop = rows.rstrip("]").partition(":")
                 part = whole[slice(int(start), int(stop))] if rows else whole

@@ -129,7 +129,7 @@ class DistributedDataParallel(nn.Module):
     @property
     def _authoritative_rank(self) -> int:
         """The rank whose replica all had at the end of `join`."""
-        return self._session._last_active
+        return self._session._exchange.attendance.last_active
 
     broadcast_bucket_size = 250 * 2**20
     """Bytes, by which PyTorch's own helper sends a module's state."""

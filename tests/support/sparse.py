@@ -21,7 +21,11 @@ WEIGHTS = ("0.weight", "3.weight")
 
 def memories(session: og.Session) -> dict[str, dict[str, Tensor]]:
     """What a site remembers, by weight."""
-    own = [state["own"]["memories"] for state in session._compressors.states() if "own" in state]
+    own = [
+        state["own"]["memories"]
+        for state in session._exchange.compressors.states()
+        if "own" in state
+    ]
     return {place.partition(" ")[0]: m for part in own for place, m in part.items()}
 
 

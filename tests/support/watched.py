@@ -40,7 +40,7 @@ def residuals(compressor: Compressor, units: Sequence[Unit]) -> dict[str, Tensor
 def owed_by(session: og.Session) -> dict[str, Tensor]:
     """What a site has not sent, of all methods that it has had."""
     found: dict[str, Tensor] = {}
-    for compressor, units in session._compressors.items():
+    for compressor, units in session._exchange.compressors.items():
         for matrix in (m for unit in units for m in unit.matrices):
             residual = compressor.residual(matrix)
             if residual is not None:

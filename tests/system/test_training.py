@@ -812,7 +812,7 @@ def test_buffers_do_not_pile_up():
         for step in range(30):
             model.zero_grad()
             model(torch.ones(1 + 7 * (step * 5 % 9), 40)).square().mean().backward()
-        buckets = session._planner.packer._dense.values()
+        buckets = session._exchange.planner.packer._dense.values()
         held = sum(one.room.tensor.nbytes for b in buckets for one in b._buffers)
         return held, sum(p.nbytes for p in model.parameters())
 
@@ -877,7 +877,7 @@ def test_a_delta_that_was_not_announced_is_an_error():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         session = og.distribute(model, og.DAD(always=True), group=group)
         loss = model(torch.ones(3, 4)).sum()
-        for layer in session._next_forward.layers:
+        for layer in session._exchange.next_forward.layers:
             if rank == 0:
                 layer._live[0] = type(layer._live[0])()
         error = RuntimeError if rank == 0 else og.StepDiscardedError

@@ -190,8 +190,7 @@ def _comm_of(session: Session | None, group: dist.ProcessGroup | None) -> Comm:
         RuntimeError: there is neither.
     """
     if session is not None:
-        session.go_on()
-        return session._comm
+        return session.transport()
     if group is None and not dist.is_initialized():
         raise RuntimeError("Checkpoints: no process group: pass session= or group=")
     return TorchDistributed().open(torch.device("cpu"), group=group)

@@ -58,14 +58,15 @@ class DCPState:
                 "DCPState: every site has a model of its own, and DCP would keep one of them: "
                 "pass model= and optimizer= to og.DCPState, and leave them out of the dict"
             )
-        self._session, self._comm, self._name = session, session._comm, name
+        self._session, self._name = session, name
         self._saved, self._parts = saved, Parts(own, session.own_names)
 
     # -- what DCP calls -------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
         """This site's state under its name; to load, room for what was saved."""
-        rank, sites = self._comm.rank, self._comm.world_size
+        comm = self._session.transport()
+        rank, sites = comm.rank, comm.world_size
         if self._saved is None:
             state = {"session": self._session.state_dict(), **self._parts.state()}
             return {self._key(rank, sites): as_tensor(packed(state))}
@@ -82,10 +83,10 @@ class DCPState:
         Raises:
             ValueError: on all sites: it does not fit one of them.
         """
-        self._session.go_on()
+        comm = self._session.transport()
         found = [unpacked(blob.numpy().tobytes()) for blob in _in_order(state_dict)]
         sites = len(found) if len(found) > 1 else found[0]["session"]["sites"]
-        same, rank = sites == self._comm.world_size, self._comm.rank
+        same, rank = sites == comm.world_size, comm.rank
         mine = found[0] if same else found[min(rank, sites - 1)]
         self._load_parts(mine if rank < sites else found[0], new=rank >= sites)
         sessions = [one["session"] for one in found]
@@ -100,7 +101,7 @@ class DCPState:
             self._parts.load(parts, new=new)
         except ValueError as raised:
             error = raised
-        agree(self._comm, ["parts: loaded"], error, "build what was saved")
+        agree(self._session.transport(), ["parts: loaded"], error, "build what was saved")
 
     # -- names and sizes ------------------------------------------------------------------------
 

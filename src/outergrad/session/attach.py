@@ -42,8 +42,8 @@ from outergrad.session.capable import refuse_incapable, transport_lines
 from outergrad.session.choosing import measured_flops
 from outergrad.session.description import describe
 from outergrad.session.drift import checksums
+from outergrad.session.elastic import refuse_to_go_on
 from outergrad.session.farewell import say_farewell
-from outergrad.session.going_on import refuse_to_go_on
 from outergrad.session.handover import Handover, taken
 from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.mesh.levels import Mesh, levels_of

@@ -1,17 +1,17 @@
-"""Session of `og.LocalSteps`: sites step by themselves and share how their weights changed."""
+"""Sessions of `og.LocalSteps`: sites make their own steps and share the change of their weights."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
-from outergrad.capture.changes import ModelWatch
 from outergrad.capture.claims import Claim
 from outergrad.capture.optimizer_steps import SAID, ignore, listen
 from outergrad.capture.uncounted import UncountedUpdates, told
@@ -20,16 +20,35 @@ from outergrad.core.transport import Comm
 from outergrad.core.types import StateDict
 from outergrad.methods.local_steps import LocalSteps
 from outergrad.record.coverage import Coverage, Travel
-from outergrad.session.exchanging import Exchanging
+from outergrad.session.fragments import Fragments
 from outergrad.session.inspect import Inspection
+from outergrad.session.outer_steps import OuterSteps
+from outergrad.session.ranks import OneRank
+from outergrad.session.session import Session
 from outergrad.session.settings import Settings
+from outergrad.step.cadence import Share
 
 
-class LocalStepsSession(Exchanging):
-    """Session that exchanges weight changes after some steps of a model's optimizers.
+class LocalStepsSession(Session):
+    """Session that shares changes of weights after steps of the user's optimizers.
 
-    The other sites hear nothing of the user's backward passes.
+    The user's backward passes share nothing.
+
+    Args:
+        inspection: as for `Session`.
+        comm: as for `Session`.
+        fingerprint: as for `Session`.
+        settings: as for `Session`.
+        method: says after how many steps the sites exchange.
+        ranks: as for `Session`.
+        inner: averages the gradients of a site's ranks in every backward; None for one rank.
     """
+
+    _remedies: ClassVar = {
+        **dict.fromkeys(("raise", "warn"), "pass on_drift='mend' to og.distribute"),
+        "mend": Session._remedies["mend"],
+    }  # `make_equal()` is refused here
+    _follows_nodes = False  # backward passes are the user's own
 
     def __init__(
         self,
@@ -38,15 +57,40 @@ class LocalStepsSession(Exchanging):
         fingerprint: int,
         settings: Settings,
         method: LocalSteps,
+        ranks: OneRank | None = None,
+        inner: Session | None = None,
     ) -> None:
-        super().__init__(inspection, comm, fingerprint, settings, method)
+        trained = dict(inspection.model.params)
+        start = {n: nn.Parameter(p.detach().clone()) for n, p in trained.items()}
+        shared = replace(inspection, model=replace(inspection.model, params=start))
+        super().__init__(shared, comm, fingerprint, settings, ranks)
+        self._trained, self._method, self._inner = trained, method, inner
+        self._fragments = Fragments(inspection.compressors.parts or [frozenset(start)])
+        about = (trained, start, method, self._fragments)
+        self._outer = OuterSteps(*about, self._core, self._failure, self._elastic, self._loop)
         self._begun = False
-        self._claims = [Claim(p, self) for p in self._trained.values()]
+        self._claims = [Claim(p, self) for p in trained.values()]
         told_of = (self._first_pass, self._refuse_uncounted)
-        self._uncounted = UncountedUpdates(self._trained, method.k, *told_of)
+        self._uncounted = UncountedUpdates(trained, method.k, *told_of)
         listen(self)
 
-    # -- public ---------------------------------------------------------------------------------
+    def _next_share(self) -> Share:
+        return self._outer.next_share()
+
+    def _forget_gradients(self) -> None:
+        """Keeps all: no backward leaves gradients in the shared weights."""
+
+    def _settle_first(self) -> None:
+        """Finishes the exchange under way, before anything else is exchanged."""
+        self._outer.receive()
+
+    # -- what users call ------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As `Session.no_sync`, among the ranks of this site."""
+        with (self._inner or super()).no_sync():
+            yield
 
     def flush(self) -> None:
         """Shares the changes since the last exchange, if there are any: at the end of training.
@@ -57,16 +101,10 @@ class LocalStepsSession(Exchanging):
             RuntimeError: this site lost the others, or the weights have changed and no step was
                 counted.
         """
-        if self._attached:
-            if not self._begun and (name := self._uncounted.since(self._start)) is not None:
+        if self._at.attached:
+            if not self._begun and (name := self._uncounted.since(self._outer.start)) is not None:
                 self._refuse_uncounted(name, told(self._uncounted.passes))
-            self._apply()
-            if self._counter.any_made:
-                self._count_samples()
-            while self._fragments.seek():
-                self._send(overlaps=False)
-                self._apply(ends=True)
-            self._counter.restart()
+            self._outer.flush()
             self._uncounted.restart()
         super().flush()
 
@@ -82,20 +120,19 @@ class LocalStepsSession(Exchanging):
             True if an exchange has just changed the weights. Where they are copies, copy them back
             to their masters then, and after `flush()`; else the next update undoes the exchange.
         """
-        if not self._attached:
+        if not self._at.attached:
             return False
         if not self._begun:
-            self._refuse_converted()
+            self._outer.refuse_converted()
             self._begun = True
         return self._count(SAID)
 
-    @contextmanager
     def join(
         self,
         *,
         step: Callable[[], Any] | None = None,
         divide_by_initial_world_size: bool = False,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Raises: an exchange follows k steps of each site, and one that has run out makes none.
 
         Raises:
@@ -106,7 +143,14 @@ class LocalStepsSession(Exchanging):
             "that has run out makes none: let every site make the same number of steps, as by "
             "starting a shorter loader again"
         )
-        yield
+
+    def _refuse_make_equal(self) -> None:
+        self._ranks.refuse_make_equal()
+        raise RuntimeError(
+            "session.make_equal(): with LocalSteps every site has weights of its own between two "
+            "exchanges: pass og.distribute(..., verify_every=n, on_drift='mend'), which makes "
+            "equal what they have in common"
+        )
 
     def coverage(self) -> Coverage:
         """Returns how the change of each parameter travels and why."""
@@ -128,14 +172,13 @@ class LocalStepsSession(Exchanging):
         site's own model and optimizer. An exchange under way is waited for, and applied when it
         would have been.
         """
-        state = super().state_dict()
-        if self._failed is not None:
-            self._apply()
+        state, outer = super().state_dict(), self._outer
+        outer.apply_failed()
         local_steps = {
-            "start": {name: p.detach().clone() for name, p in self._start.items()},
-            "outer": copy.deepcopy(self._outer.state_dict()),
-            "made": dict(self._counter.made),
-            "turns": self._turns(),
+            "start": {name: p.detach().clone() for name, p in outer.start.items()},
+            "outer": copy.deepcopy(outer.optimizer.state_dict()),
+            "made": dict(outer.counter.made),
+            "turns": outer.state(),
         }
         return {**state, "local_steps": local_steps}
 
@@ -147,16 +190,16 @@ class LocalStepsSession(Exchanging):
         number of sites save after `flush()`.
         """
         super().load_state_dict(state)
-        rank = self._comm.rank
+        rank, outer = self._at.comm.rank, self._outer
         own = state if isinstance(state, dict) else state[rank % len(state)]
         found = own["local_steps"]
         with torch.no_grad():
-            for name, p in self._start.items():
+            for name, p in outer.start.items():
                 p.copy_(found["start"][name])
-        self._outer.load_state_dict(copy.deepcopy(found["outer"]))
-        self._counter.made, self._begun = dict(found["made"]), True
+        outer.optimizer.load_state_dict(copy.deepcopy(found["outer"]))
+        outer.counter.made, self._begun = dict(found["made"]), True
         self._uncounted.restart()
-        self._load_turns(found.get("turns"))
+        outer.load(found.get("turns"))
 
     def detach(self) -> None:
         """Ends the session: each site keeps the weights that it has.
@@ -164,28 +207,30 @@ class LocalStepsSession(Exchanging):
         Call `flush()` before to make them equal. An exchange under way is waited for, and not
         applied.
         """
+        if self._inner is not None:
+            self._inner.detach()
         ignore(self)
         self._uncounted.remove()
         for claim in self._claims:
             claim.remove()
         super().detach()
-        failed, self._failed = self._failed, None
+        failed = self._outer.end()
         if isinstance(failed, DriftError):
             raise failed
 
-    # -- hooks of optimizers --------------------------------------------------------------------
+    # -- what optimizers call -------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Takes the weights of now as shared before the first step: they may have been loaded."""
-        if self._begun or self._counter.holder(optimizer) is None:
+        if self._begun or self._outer.counter.holder(optimizer) is None:
             return
         self._begun = True
-        self._refuse_converted()
-        self._start_here()
+        self._outer.refuse_converted()
+        self._outer.start_here()
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Counts a local step, after which an exchange may begin or be applied."""
-        holder = self._counter.holder(optimizer)
+        holder = self._outer.counter.holder(optimizer)
         if holder is not None:
             self._count(holder)
 
@@ -195,48 +240,19 @@ class LocalStepsSession(Exchanging):
         self.after_step(optimizer)
 
     def _count(self, holder: str) -> bool:
-        """Counts a step; True if an exchange was applied after it."""
-        self._counter.count(holder)
+        """Counts a step; returns whether an exchange was applied after it."""
         self._uncounted.restart()
-        self._fragments.stepped()
-        applied = False
-        if self._counter.reached(self._method.overlap):
-            applied = self._apply()
-        if self._counter.due:
-            self._count_samples()
-            self._send(overlaps=self._method.overlap > 0)
-            if not self._method.overlap:
-                applied = self._apply()
-        if applied and SAID not in self._counter.made:
-            self._uncounted.exchanged(self._counter.unheld)
+        applied = self._outer.stepped(holder)
+        if applied and SAID not in self._outer.counter.made:
+            self._uncounted.exchanged(self._outer.counter.unheld)
         return applied
 
-    # -- uncounted steps ------------------------------------------------------------------------
+    # -- steps that nobody counted --------------------------------------------------------------
 
     def _first_pass(self) -> None:
-        """Takes the weights of now as shared: a `stepped()` after this backward begins at them."""
+        """Copies the weights before a first backward, in case `stepped()` counts its step."""
         if not self._begun:
-            self._start_here()
-
-    @torch.no_grad()
-    def _start_here(self) -> None:
-        for name, p in self._start.items():
-            p.copy_(self._trained[name])
+            self._outer.start_here()
 
     def _refuse_uncounted(self, name: str, why: str) -> None:
-        raise RuntimeError(f"LocalSteps: site {self._comm.rank} {why.format(name=repr(name))}")
-
-    def _follow_nodes(self, watch: ModelWatch) -> None:
-        """Does nothing: no backward is shared, and conversions are refused at the exchange."""
-
-    @property
-    def _remedy(self) -> str:
-        mends = self._on_drift == "mend"
-        return super()._remedy if mends else "pass on_drift='mend' to og.distribute"
-
-    def _refuse_make_equal(self) -> None:
-        raise RuntimeError(
-            "session.make_equal(): with LocalSteps every site has weights of its own between two "
-            "exchanges: pass og.distribute(..., verify_every=n, on_drift='mend'), which makes "
-            "equal what they have in common"
-        )
+        raise RuntimeError(f"LocalSteps: site {self._at.comm.rank} {why.format(name=repr(name))}")

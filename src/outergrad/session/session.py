@@ -5,10 +5,22 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, ClassVar
 
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from outergrad.capture.backward_listeners import ignore_backwards, listen_to_backwards
+from outergrad.capture.batch import AnySamples
+from outergrad.capture.changes import ModelWatch
+from outergrad.capture.claims import HeldHooks
 from outergrad.capture.engine import NO_TASK, current_task
+from outergrad.capture.kept import Alarm
+from outergrad.capture.loop_watch import LoopWatch
+from outergrad.capture.optimizer_steps import SeenOptimizers, look_at_steps, look_away
+from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.core.errors import (
     BoardGoneError,
     DriftError,
@@ -18,26 +30,175 @@ from outergrad.core.errors import (
     SitesChangedError,
 )
 from outergrad.core.protocols import Method
+from outergrad.core.transport import Comm
 from outergrad.core.types import StateDict
 from outergrad.record.coverage import Coverage, coverage
 from outergrad.record.stats import Stats
 from outergrad.record.trials import trials_noted
+from outergrad.replay.block_tap import TappedBlock
+from outergrad.session.after_step import Aftermath, HookRunner
+from outergrad.session.choosing import choosing_of
+from outergrad.session.core import Core
+from outergrad.session.elastic import Elastic
+from outergrad.session.exchange import Exchange
+from outergrad.session.failure import FailureHandler
 from outergrad.session.farewell import end_session
+from outergrad.session.final_barrier import FinalBarrier
+from outergrad.session.handover import Handover
+from outergrad.session.inspect import Inspection
+from outergrad.session.loop import BackwardLoop
+from outergrad.session.membership import Membership
+from outergrad.session.ranks import OneRank
+from outergrad.session.replica_check import ReplicaCheck
+from outergrad.session.reporting import Reporter
+from outergrad.session.running_step import RunningStep
+from outergrad.session.settings import Settings
 from outergrad.session.state import Progress, resumed, saved
-from outergrad.session.taking_in import TakingIn
 from outergrad.session.transform_checks import noted, units_shown
+from outergrad.session.uneven_loops import UnevenLoops
 from outergrad.session.usual_method import usual_noted
+from outergrad.step.cadence import Share
 from outergrad.step.groups import end_unfinished, lost_sites_told
+from outergrad.step.joint import Point
+from outergrad.step.mishaps import Mishaps
 from outergrad.step.pact import is_in_trouble
+from outergrad.step.tentative import Tentative
 
 _LOG = logging.getLogger("outergrad")
 
 
-class Session(TakingIn):
+class Session:
     """Session of a distributed model, whose gradients are shared as long as it is attached.
 
     `distribute` returns it.
+
+    Args:
+        inspection: of the model.
+        comm: transport to the other sites.
+        fingerprint: what the sites have agreed on.
+        settings: the user's.
+        ranks: how the ranks of this site come together; None for a site of one rank.
     """
+
+    _remedies: ClassVar = {
+        "raise": "call session.make_equal() on every site to take site 0's and go on, or pass "
+        "on_drift='mend' to og.distribute",
+        "warn": "call session.make_equal() on every site to take site 0's",
+        "mend": "all sites take site 0's",
+    }
+    """What a user can do where replicas differ, by `on_drift`."""
+    _follows_nodes = True
+    """True if autograd's nodes of the shared parameters are those of the user's backward passes."""
+
+    def __init__(
+        self,
+        inspection: Inspection,
+        comm: Comm,
+        fingerprint: int,
+        settings: Settings,
+        ranks: OneRank | None = None,
+    ) -> None:
+        self._ranks = ranks = OneRank(comm) if ranks is None else ranks
+        self._not_auto = settings.not_auto
+        self._at = at = Membership(comm, fingerprint)
+        model, compressors = inspection.model, inspection.compressors
+        about = (settings.method, model, compressors, inspection.every)
+        self._reporter = reporter = Reporter(settings.recorders, ranks.number, ranks.count, *about)
+        ranks.report(reporter)
+        mishaps = Mishaps(model.params, ranks.number, settings.max_bad_steps, reporter.mishap)
+        told = (settings, ranks, reporter, mishaps, self._on_joint)
+        self._exchange = exchange = Exchange(inspection, at, *told)
+        self._tentative = Tentative(model.params, compressors, lambda: at.comm.rank)
+        parts = (ranks, reporter, mishaps, self._tentative)
+        self._core = core = Core(at, exchange, RunningStep(), *parts)
+        self._choosing = choosing_of(compressors, model, comm, fingerprint)
+        self._failure = failure = FailureHandler(core)
+        self._barrier = barrier = FinalBarrier(core, failure)
+        seen, watch = SeenOptimizers(exchange.names), LoopWatch(exchange.names, self._steps)
+        self._elastic = Elastic(self, core, failure, barrier, seen, settings.lines)
+        drift = (settings.verify_every, settings.on_drift, self._remedies[settings.on_drift])
+        self._check = ReplicaCheck(core, failure, barrier, seen, *drift)
+        self._loop = BackwardLoop(
+            self,
+            core,
+            failure,
+            self._elastic,
+            Aftermath(core, failure, self._choosing),
+            (HookRunner(core, self._hooks, watch.passing_over).run, self._check.follow),
+            self._next_share,
+            self._forget_gradients,
+            self._settle_first,
+            follows_nodes=self._follows_nodes,
+        )
+        norms = inspection.norms_over_sites
+        self._uneven = UnevenLoops(core, failure, self._loop, watch, norms)
+        ranks.attach(self._loop)
+        at.group.attached.add(self)
+        at.note_end(counted=False)
+
+    def tap(self, inspection: Inspection) -> None:
+        """Swaps the classes of layers and blocks, so that they report their products."""
+        alarm, exchange, loop = Alarm(), self._exchange, self._loop
+        for layer in inspection.layers:
+            watched = [[loop.watched[name] for name in slot.params] for slot in layer.slots]
+            batch = exchange.batch or (AnySamples() if self._reporter.by_sample else None)
+            tapped = TappedLayer(layer.module, layer.rule, layer.slots, watched, loop, batch, alarm)
+            exchange.next_forward.add(tapped)
+            exchange.header_builder.add(tapped)
+        for found in inspection.blocks:  # in the order of the model
+            watched = [[loop.watched[name] for name in params] for params in found.params_of]
+            exchange.blocks.add(TappedBlock(found, watched, loop, alarm))
+
+    def watch(self, model: nn.Module, watch: ModelWatch) -> None:
+        """Begins to look for changes of the model."""
+        self._ranks.watch(self._loop, model, watch)
+        look_at_steps(self._loop)
+        if self._ranks.watches_backwards and self._exchange.several:
+            listen_to_backwards(self._loop)
+        if self._ranks.watches_backwards and self._exchange.batch is not None:
+            self._exchange.batch.watch(model)
+
+    def take(self, found: Handover) -> None:
+        """Takes the state of training from the sites that were there before."""
+        self._elastic.take(found)
+
+    def move(self, comm: Comm) -> None:
+        """Continues on another transport, because the sites have changed."""
+        self._elastic.move(comm)
+        self._loop.move()
+        self._check.move()
+
+    def transport(self) -> Comm:
+        """Returns the transport, after a move if the sites have changed.
+
+        Raises:
+            SiteLostError: the transport must not be used any more.
+        """
+        self._elastic.require_group()
+        return self._at.comm
+
+    def _steps(self) -> int:
+        return self._at.stats.step
+
+    def _on_joint(self, point: Point, delta: Tensor) -> Tensor:
+        return self._loop.on_joint(point, delta)
+
+    def _hooks(self) -> Mapping[str, HeldHooks]:
+        return self._ranks.hooks(self._loop.watched)
+
+    def _next_share(self) -> Share:
+        """Returns what the next step of the other sites is about."""
+        return self._exchange.whole
+
+    def _forget_gradients(self) -> None:
+        """Drops gradients that were not shared, as the loops of the others do."""
+        self._exchange.forget_gradients()
+        self._uneven.zero_grad()
+
+    def _settle_first(self) -> None:
+        """Finishes a step that has no backward, before one is abandoned whose backward raised."""
+
+    # -- what users call ------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -50,16 +211,82 @@ class Session(TakingIn):
         Raises:
             RuntimeError: a transform needs the gradient of each sample, which a sum does not have.
         """
-        if self._batch is not None:
+        if self._exchange.batch is not None:
             raise RuntimeError(
-                f"session.no_sync(): {self._transform!r} needs the gradient of each sample, which "
-                f"is not kept over several passes: share every backward, of one batch"
+                f"session.no_sync(): {self._exchange.transform!r} needs the gradient of each "
+                f"sample, which is not kept over several passes: share every backward, of one batch"
             )
-        before, self._synchronise = self._synchronise, False
+        loop = self._loop
+        before, loop.synchronise = loop.synchronise, False
         try:
             yield
         finally:
-            self._synchronise = before
+            loop.synchronise = before
+
+    def join(
+        self,
+        *,
+        step: Callable[[], Any] | None = None,
+        divide_by_initial_world_size: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Lets the sites run the loop inside it over unequal numbers of batches.
+
+        A site whose loop is over takes part in the others' steps with a weight of 0, until all
+        have run out: the mean gradient is over the sites that have a batch. Every site must enter
+        it and run nothing but the steps of this model inside. At the end all replicas are equal,
+        with the states of their optimizers.
+
+        A loop that steps several models, each distributed over a process group of its own, goes
+        inside the joins of all: `with s1.join(), s2.join():`.
+
+        Args:
+            step: what the loop does after each backward; called after each step of the others:
+                `optimizer.step`, or more, for a scaler or a schedule. By default the optimizers
+                that the loop was seen to step.
+            divide_by_initial_world_size: whether sums are divided by the number of all sites, also
+                of those that have run out, as DDP's `join` does by default: late batches then
+                count as much as all others, and gradients become smaller at the end. The same on
+                every site; only with `weighting="sites"`.
+
+        Raises:
+            RuntimeError: this session or its model cannot be joined; or the sites lost each other.
+            StepDiscardedError: the loop of another site raised.
+        """
+        if not self._exchange.several:
+            return nullcontext()
+        return self._uneven.join(step, divides_by_all=divide_by_initial_world_size)
+
+    def make_equal(self, *optimizers: Optimizer) -> bool:
+        """Makes every replica equal to site 0's: shared parameters, buffers, optimizer states.
+
+        Gradients that the last step shared become equal, too, if they have not been applied. Call
+        it on every site at the same point of the program, not during backward. What is a site's
+        own (`og.Local`) stays as it is. Takes one exchange of 40 bytes if nothing differs.
+
+        Args:
+            *optimizers: optimizers whose states are to be equal, too; with `verify_every` those
+                that were seen to step are known.
+
+        Returns:
+            True if two sites differed.
+
+        Raises:
+            RuntimeError: during backward, or the session is detached, or cannot do it.
+            SiteLostError: another site does not arrive, or is gone.
+        """
+        self._refuse_make_equal()
+        self._check.refuse_other(optimizers)
+        if not self._exchange.several:
+            return False
+        self._elastic.require_group()
+        return self._check.make_equal(optimizers)
+
+    def _refuse_make_equal(self) -> None:
+        self._ranks.refuse_make_equal()
+        if not self._at.attached or current_task() != NO_TASK:
+            raise RuntimeError(
+                "session.make_equal(): call it on an attached session, and not during backward"
+            )
 
     def flush(self) -> None:
         """Shares what the last steps of `og.LocalSteps` have changed.
@@ -71,9 +298,9 @@ class Session(TakingIn):
             SiteLostError: another site is lost.
             DriftError: sites have applied different things in the last step.
         """
-        if self._attached:
-            self._require_group()
-            self._settle()
+        if self._at.attached:
+            self._elastic.require_group()
+            self._barrier.settle()
 
     def stepped(self) -> bool:
         """Counts, with `og.LocalSteps`, a step of this site that it could not see.
@@ -96,21 +323,21 @@ class Session(TakingIn):
             RuntimeError: the model was distributed with another weighting.
             ValueError: `n` is no whole number, 0 or more.
         """
-        self._weighting.say(n)
+        self._exchange.weighting.say(n)
 
     def coverage(self) -> Coverage:
         """Returns how each parameter travels and why; `print(session.coverage())` shows a table."""
-        model = self._model
-        params = {**model.params, **self._frozen, **self._local}
-        units, reasons = units_shown(model, self._compressors)
-        compressors = [self._compressors[unit] for unit in units]
-        sites, chosen = self._comm.world_size, [self._chosen.get(u) for u in units]
-        told = (units, reasons, compressors, sites, chosen)
-        seen = (self._header_builder.rows, self._header_builder.untappable)
-        lines = self._cadence.noted(coverage(params, self._local, *told, *seen))
+        exchange = self._exchange
+        model, compressors = exchange.model, exchange.compressors
+        params = {**model.params, **exchange.frozen, **exchange.local}
+        units, reasons = units_shown(model, compressors)
+        sites, chosen = self._at.comm.world_size, [exchange.chosen.get(u) for u in units]
+        told = (units, reasons, [compressors[unit] for unit in units], sites, chosen)
+        seen = (exchange.header_builder.rows, exchange.header_builder.untappable)
+        lines = exchange.cadence.noted(coverage(params, exchange.local, *told, *seen))
         if self._choosing is not None:
             lines = trials_noted(lines, model.units, self._choosing.chooser)
-        return usual_noted(noted(lines, self._transform), self._not_auto)
+        return self._ranks.explained(usual_noted(noted(lines, exchange.transform), self._not_auto))
 
     def choice(self) -> dict[str, Method]:
         """Returns the method that `og.Auto()` has chosen so far per parameter, by its full name.
@@ -120,16 +347,18 @@ class Session(TakingIn):
         Raises:
             RuntimeError: the methods of this session are not chosen by `og.Auto()`.
         """
-        chooser = self._compressors.chooser
+        exchange = self._exchange
+        chooser = exchange.compressors.chooser
         if chooser is None:
             raise RuntimeError("session.choice(): pass og.Auto(...) to og.distribute()")
-        of_units = {n: chooser.method_of(unit) for unit in self._model.units for n in unit.params}
-        names = [*self._model.params, *self._frozen]
+        units = exchange.model.units
+        of_units = {n: chooser.method_of(unit) for unit in units for n in unit.params}
+        names = [*exchange.model.params, *exchange.frozen]
         return {name: of_units.get(name, chooser.method_of(None)) for name in names}
 
     def stats(self) -> Stats:
         """Returns bytes and seconds of the last synchronised step, per layer and in total."""
-        return self._stats
+        return self._at.stats
 
     def log(self, **values: float) -> None:
         """Sends values of the training loop to the recorders, as `log(loss=loss.item())`.
@@ -143,7 +372,7 @@ class Session(TakingIn):
         Raises:
             TypeError: a value is no number.
         """
-        self._reporter.log(self._stats.step, values)
+        self._reporter.log(self._at.stats.step, values)
 
     def state_dict(self) -> StateDict:
         """Returns the session's state, to be saved beside the model and the optimizer.
@@ -158,15 +387,16 @@ class Session(TakingIn):
             RuntimeError: this site lost the others in the middle of a step.
             DriftError: sites have applied different things in the last step.
         """
-        self._require_group()
-        self._settle()
+        self._elastic.require_group()
+        self._barrier.settle()
         if current_task() == NO_TASK:
             self._tentative.begin()
-        progress = Progress(
-            self._stats.step, self._next_forward.tap_next, self._planner.has_autograd_grad
-        )
-        state = saved(self._owner, progress, self._compressors.states())
-        return {**state, "cadence": self._cadence.state(), "samples": self._weighting.state()}
+        exchange, tap_next = self._exchange, self._exchange.next_forward.tap_next
+        step, has_grad = self._at.stats.step, exchange.planner.has_autograd_grad
+        progress = Progress(step, tap_next, has_grad)
+        state = saved(exchange.owner, progress, exchange.compressors.states())
+        more = {"cadence": exchange.cadence.state(), "samples": exchange.weighting.state()}
+        return {**state, **more, **self._ranks.state()}
 
     def load_state_dict(self, state: StateDict | Sequence[StateDict]) -> None:
         """Goes on from saved states. Call it on every site: they check the states together.
@@ -186,21 +416,22 @@ class Session(TakingIn):
                 method, model, site or number of sites, or the states are of different steps.
             RuntimeError: the session is detached, or lost the other sites, or is in backward.
         """
-        if not self._attached or current_task() != NO_TASK:
+        exchange, at = self._exchange, self._at
+        if not at.attached or current_task() != NO_TASK:
             raise RuntimeError("load a state into an attached session, and not during backward")
-        self._require_group()
-        with lost_sites_told(self._comm, "load_state_dict on all sites", self._stats.step):
-            progress, inheritances = resumed(state, self._owner, self._comm)
-        self._compressors.load(inheritances)
+        self._elastic.require_group()
+        self._ranks.refuse_state(state, exchange.owner)
+        with lost_sites_told(at.comm, "load_state_dict on all sites", at.stats.step):
+            progress, inheritances = resumed(state, exchange.owner, at.comm)
+        exchange.compressors.load(inheritances)
         self._tentative.forget()
-        self._may_owe = True
-        self._planner.resume(progress.has_autograd_grad)
-        self._cadence.load(state, self._comm.rank, self._comm.world_size)
-        own = state if isinstance(state, dict) else state[self._comm.rank % len(state)]
-        self._weighting.load(own.get("samples", {}))
-        self._next_forward.resume(progress.tap_next)
-        self._stats = Stats(step=progress.step, total_sent_bytes=self._comm.sent_bytes)
-        self._note_end(counted=False)
+        exchange.remember_debts()
+        exchange.planner.resume(progress.has_autograd_grad)
+        exchange.cadence.load(state, at.comm.rank, at.comm.world_size)
+        own = state if isinstance(state, dict) else state[at.comm.rank % len(state)]
+        exchange.weighting.load(own.get("samples", {}))
+        exchange.next_forward.resume(progress.tap_next)
+        at.resume(progress.step)
         if self._choosing is not None:
             self._choosing.restart()
         self._reporter.resumed()
@@ -208,7 +439,9 @@ class Session(TakingIn):
     @property
     def own_names(self) -> frozenset[str]:
         """Names of the parameters and buffers that each site keeps to itself (`og.Local`)."""
-        return self._local_buffers.union(self._local)
+        return self._exchange.local_buffers.union(self._exchange.local)
+
+    # -- the end --------------------------------------------------------------------------------
 
     def detach(self) -> None:
         """Ends the session: the model is plain again and keeps its parameters and gradients.
@@ -219,29 +452,41 @@ class Session(TakingIn):
         Raises:
             DriftError: sites have applied different things in the last step.
         """
-        if not self._attached:
+        at, exchange = self._at, self._exchange
+        if not at.attached:
             return
-        self._attached = False
-        super().detach()
-        self._group.attached.discard(self)
-        end_unfinished(self._comm.key)
-        told = self._settle_at_end()
-        if self._choosing is not None and self._group.lost is None:
+        at.detach()
+        self._ranks.detach()
+        self._check.detach()
+        at.group.attached.discard(self)
+        end_unfinished(at.comm.key)
+        told = self._barrier.settle_at_end()
+        if self._choosing is not None and at.group.lost is None:
             self._choosing.restart()
-        self._forget_model()
-        end_session(self._comm)
+        look_away(self._loop)
+        ignore_backwards(self._loop)
+        if exchange.batch is not None:
+            exchange.batch.remove()
+        self._loop.guard.forget()
+        end_session(at.comm)
         self._end_watching()
-        self._weighting.remove()
-        for layer in [*self._next_forward.layers, *self._blocks]:
+        exchange.weighting.remove()
+        for layer in [*exchange.next_forward.layers, *exchange.blocks]:
             layer.restore()
-        for watched in [*self._watched.values(), *([self._joint] if self._joint else [])]:
+        for watched in self._loop.watched.values():
             watched.remove()
-        self._accumulator.clear()
+        if exchange.joint is not None:
+            exchange.joint.remove()
+        exchange.accumulator.clear()
         self._reporter.close()
         if isinstance(told, DriftError):
             raise told
         if told is not None:
             warnings.warn(told, stacklevel=2)
+
+    def settle_at_exit(self) -> None:
+        """Compares the last steps when Python ends."""
+        self._barrier.settle_at_exit()
 
     def __del__(self) -> None:
         """Ends a session that was collected together with its model, without `detach`.
@@ -250,16 +495,18 @@ class Session(TakingIn):
         farewell tells them how many steps this site has made and the digests of the last ones, by
         which they compare.
         """
-        if not getattr(self, "_attached", False) or sys.is_finalizing():  # it has settled at exit
+        at = getattr(self, "_at", None)
+        if at is None or not at.attached or sys.is_finalizing():  # it has settled at exit
             return
-        self._attached = False
+        at.detach()
         self._reporter.close()
-        if self._several and self._group.lost is None and not self._votes.is_settled:
+        votes = self._exchange.votes
+        if self._exchange.several and at.group.lost is None and not votes.is_settled:
             _LOG.warning(
                 "site %d: a session and its model were given up without session.detach(): this "
                 "site has not compared what the sites received in %s",
-                self._comm.rank,
-                self._votes.about,
+                at.comm.rank,
+                votes.about,
             )
 
     def _end_watching(self) -> None:
@@ -267,12 +514,11 @@ class Session(TakingIn):
 
         Those that abort later find this site's farewell.
         """
-        group = self._group
+        group, board = self._at.group, self._at.comm.board
         if not group.attached:
             group.end_watching()
-        board = self._comm.board
         if board is None or group.lost is not None or group.pact.made == 0:
             return
         with suppress(BoardGoneError, SiteLostError, SitesChangedError):
             if is_in_trouble(board):
-                raise self._lost_by(ExchangeError("others gave up", kind=Failure.CLOSED))
+                raise self._failure.lost_by(ExchangeError("others gave up", kind=Failure.CLOSED))

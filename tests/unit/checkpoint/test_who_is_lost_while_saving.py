@@ -24,7 +24,7 @@ def test_who_is_lost(tmp_path, does, with_session):
         checkpoints = og.Checkpoints(tmp_path / str(rank), model=model, **place)
         if rank == 2:
             on_transport(group).end_watching()
-            session._comm.close()
+            session._at.comm.close()
             return None
         with pytest.raises(og.SiteLostError, match=rf"Checkpoints\.{does}") as caught:
             checkpoints.save(1) if does == "save" else checkpoints.restore()

@@ -64,7 +64,7 @@ def on_foreign(kind: str, body: Any, timeout: timedelta = timedelta(seconds=20))
 def test_the_store_is_the_one_that_pytorch_has_kept(kind, died):
     def body(rank, group):
         session = og.distribute(net(), og.DAD(always=True), group=group)
-        has_board = session._comm.board is not None
+        has_board = session._at.comm.board is not None
         session.detach()
         return has_board
 

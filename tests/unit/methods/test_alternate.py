@@ -60,7 +60,7 @@ class Site:
 
     @property
     def owed(self) -> Tensor:
-        ((compressor, (unit,)),) = self.session._compressors.items()
+        ((compressor, (unit,)),) = self.session._exchange.compressors.items()
         residual = compressor.residual(unit.slots[0])
         return torch.zeros(50, 60) if residual is None else formed(residual)[0]
 
@@ -249,7 +249,7 @@ def test_receives_are_posted_a_step_before_though_lengths_take_turns():
         site, ahead = Site(METHODS["dense"], rank, group), []
         for step in range(6):
             site.step(rows(rank, step))
-            ahead.append(sum(map(len, site.session._comm._posted.values())))
+            ahead.append(sum(map(len, site.session._at.comm._posted.values())))
         site.session.detach()
         return ahead
 

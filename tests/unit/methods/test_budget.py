@@ -67,7 +67,7 @@ def step(model: nn.Module, rank: int, k: int) -> dict[str, Tensor]:
 
 def owed(session: Any, sites: int) -> dict[str, Tensor]:
     whole = {name: torch.zeros_like(p).double() for name, p in START.named_parameters()}
-    for compressor, units in session._compressors.items():
+    for compressor, units in session._exchange.compressors.items():
         for slot in {m.place: m for unit in units for m in unit.matrices}.values():
             if (residual := compressor.residual(slot)) is not None:
                 whole[slot.weight] += formed(residual).view_as(whole[slot.weight]) / sites
@@ -147,7 +147,7 @@ def test_owners_send_about_as_much_each_while_ranks_change():
         for _ in range(12):
             model.zero_grad()
             model(x[rank]).square().mean().backward()
-            ((compressor, _),) = session._compressors.items()
+            ((compressor, _),) = session._exchange.compressors.items()
             budget = compressor._budget
             rows = [[budget.rows(m, site) for site in range(4)] for m in budget._matrices]
             owners = [budget.owner(m) for m in budget._matrices]
@@ -174,7 +174,7 @@ def test_layers_are_shared_out_less_and_less_often():
         changed, before = list[int](), None
         for k in range(36):
             step(model, rank, k % STEPS)
-            ((compressor, _),) = session._compressors.items()
+            ((compressor, _),) = session._exchange.compressors.items()
             now = dict(compressor._budget._wanted)
             changed += [k + 1] * (now != before)
             before = now
@@ -232,7 +232,7 @@ def test_messages_are_filled_alike_whatever_a_tolerance_asks_for():
     def body(rank, group):
         method = og.RankDAD(rank=8, tolerance=0.2)
         session = og.distribute(copy.deepcopy(START), method, group=group)
-        ((compressor, units),) = session._compressors.items()
+        ((compressor, units),) = session._exchange.compressors.items()
         matrices = [m for unit in units for m in unit.matrices if not (m.vector or m.lookup)]
         return [{compressor.payload_bytes(m, rows) for rows in (1, 3, 8)} for m in matrices]
 

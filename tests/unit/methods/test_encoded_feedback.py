@@ -51,7 +51,7 @@ def test_nothing_is_lost_where_all_is_remembered(codecs, reduce, memory, sites, 
         replica = copy.deepcopy(original)
         session = og.distribute(replica, method, group=group)
         found = [backward(replica, batch(rank, step, 40)) for step in range(steps)]
-        return found, session._compressors.states()[0]["own"]["memories"]
+        return found, session._exchange.compressors.states()[0]["own"]["memories"]
 
     results = run_on_lasting_groups(sites, body)
     means = [expected(sites, step) for step in range(steps)]

@@ -146,7 +146,7 @@ def test_applied_owed_and_lost_are_all_there_was(settings, sites, losses):
 
 def owed(session: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    for compressor, units in session._compressors.items():
+    for compressor, units in session._exchange.compressors.items():
         places = {m.place: m for unit in units for m in (*unit.slots, *unit.matrices)}
         for slot in places.values():
             if (residual := compressor.residual(slot)) is not None:
@@ -161,7 +161,7 @@ def test_between_two_steps_all_of_it_is_in_few_bits():
         session = og.distribute(replica, og.RankDAD(rank=2, error_feedback="auto"), group=group)
         for step in range(2):
             backward(replica, batch(rank, step, 40))
-        ((compressor, _),) = session._compressors.items()
+        ((compressor, _),) = session._exchange.compressors.items()
         held = compressor._memories.held().values()
         assert held
         assert all(isinstance(memory.residual, Packed) for memory in held)

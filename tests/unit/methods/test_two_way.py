@@ -131,7 +131,7 @@ def test_nothing_is_lost_with_a_dense_memory(sites, rows):
         replica = copy.deepcopy(original)
         session = og.distribute(replica, two_way(2, error_feedback="dense"), group=group)
         found = [backward(replica, batch(rank, step, rows(rank, step))) for step in range(steps)]
-        return found, session._compressors.states()[0]["own"]["memories"]
+        return found, session._exchange.compressors.states()[0]["own"]["memories"]
 
     results = run_on_lasting_groups(sites, body)
     means = [expected(sites, step, rows) for step in range(steps)]

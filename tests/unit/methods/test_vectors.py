@@ -62,7 +62,7 @@ def step(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 def owed(session: Any, sites: int) -> dict[str, Tensor]:
     whole = {name: torch.zeros_like(p).double() for name, p in START.named_parameters()}
-    for compressor, units in session._compressors.items():
+    for compressor, units in session._exchange.compressors.items():
         places = {m.place: m for unit in units for m in (*unit.slots, *unit.matrices)}
         for slot in places.values():
             if (residual := compressor.residual(slot)) is not None:

@@ -71,7 +71,7 @@ def test_a_session_that_came_meanwhile_surprises_once_not_once_per_way(monkeypat
                 second = og.distribute(copy.deepcopy(other), og.DAD(), group=group)
             model.zero_grad()
             (model(x) ** 2).mean().backward()
-        foreseen = len(session._planner._header_caches)
+        foreseen = len(session._exchange.planner._header_caches)
         session.detach()
         assert second is not None
         second.detach()

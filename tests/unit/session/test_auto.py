@@ -66,8 +66,8 @@ class Site:
         self.session._choosing.clock = self._clock
 
     def _clock(self) -> float:
-        compressors = self.session._compressors
-        kinds = [type(compressors[unit]).__name__ for unit in self.session._model.units]
+        compressors = self.session._exchange.compressors
+        kinds = [type(compressors[unit]).__name__ for unit in self.session._exchange.model.units]
         self.went.append(compressors._assigned)
         self._seconds += sum(self._of(kind, self.rng) for kind in kinds)
         return self._seconds

@@ -229,7 +229,7 @@ def test_local_steps_are_verified_at_their_exchanges(on_drift):
                 found.append((number, error.sites))
             if number == 5 and rank == 1:
                 with torch.no_grad():
-                    session._start[NAME].view(-1)[0] += 1e-6
+                    session._outer.start[NAME].view(-1)[0] += 1e-6
         with pytest.raises(RuntimeError, match="weights of its own between two exchanges"):
             session.make_equal()
         session.detach()
@@ -292,7 +292,7 @@ def test_it_costs_nothing_until_it_is_due():
             before = session.stats().total_sent_bytes
             for _ in range(4):
                 model(torch.ones(5, 6)).square().mean().backward()
-            sent.append((session.stats().total_sent_bytes - before, session._comm.sent_bytes))
+            sent.append((session.stats().total_sent_bytes - before, session._at.comm.sent_bytes))
             session.detach()
         (never, _), (sometimes, whole) = sent
         assert never == sometimes

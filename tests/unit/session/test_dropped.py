@@ -61,7 +61,7 @@ def dropped(group: Any, rank: int, method: Any, **settings: Any) -> list[weakref
     session = og.distribute(model, method, group=group, **settings)
     train(model, rank)
     params = [weakref.ref(p) for p in model.parameters()]
-    return [weakref.ref(model), weakref.ref(session), weakref.ref(session._comm), *params]
+    return [weakref.ref(model), weakref.ref(session), weakref.ref(session._at.comm), *params]
 
 
 @pytest.mark.usefixtures("large_matrices")

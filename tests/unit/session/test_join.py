@@ -179,9 +179,9 @@ def test_running_out_together_costs_headers_once():
         with session.join():
             loop(session, model, optimizer, 3, rank)
             before = session.stats().total_sent_bytes
-            inside = session._comm.sent_bytes
+            inside = session._at.comm.sent_bytes
         header, digests = 64 * 8, 5 * 8
-        assert session._comm.sent_bytes - inside == 2 * (header + digests)
+        assert session._at.comm.sent_bytes - inside == 2 * (header + digests)
         assert session.stats().total_sent_bytes == before
         return session.stats().step
 

@@ -161,8 +161,8 @@ def test_k_steps_cost_the_bytes_of_one_step_of_the_method(method):
         expected = every.session.stats()
         every.session.detach()
         site = Site(og.LocalSteps(5, method=method), rank, group).steps(0, 15)
-        before = site.session._comm.sent_bytes
-        between = [site.steps(n, n + 1).session._comm.sent_bytes for n in range(15, 19)]
+        before = site.session._at.comm.sent_bytes
+        between = [site.steps(n, n + 1).session._at.comm.sent_bytes for n in range(15, 19)]
         assert between == [before] * 4
         stats = site.steps(19, 20).session.stats()
         site.session.detach()
@@ -328,7 +328,7 @@ def test_other_models_do_not_count():
     def body(rank, group):
         site, other = Site(og.LocalSteps(2), rank, group), model()
         train(other, [INNER["sgd"](other.parameters())], rank, range(5))
-        assert not site.session._counter.any_made
+        assert not site.session._outer.counter.any_made
         site.session.detach()
 
     run_on_lasting_groups(2, body)

@@ -164,7 +164,7 @@ def test_main_grad_is_refused(method, place, how, synchronised):
         for p in model.parameters() if how != "made" else ():
             p.main_grad = torch.zeros_like(p)  # type: ignore[attr-defined]
         session = og.distribute(model, method, group=group)
-        session._synchronise = synchronised
+        session._loop.synchronise = synchronised
         with pytest.raises(RuntimeError, match="got a gradient in main_grad") as refused:
             model(ROWS[rank]).square().mean().backward()
         assert f"on site {rank}" in str(refused.value)

@@ -64,7 +64,7 @@ def test_gradients_are_right_whoever_rests(forward):
         session = og.distribute(model, og.Auto(), group=group)
         for k in range(STEPS):
             model.zero_grad()
-            rested.append([layer.rests for layer in session._next_forward.layers])
+            rested.append([layer.rests for layer in session._exchange.next_forward.layers])
             (forward(model, batch(rank, k)) ** 2).mean().backward()
             check(model, pooled([(0, k), (1, k)]), f"rank {rank}, step {k}")
         session.detach()

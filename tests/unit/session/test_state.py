@@ -194,7 +194,9 @@ def test_what_is_remembered_is_laid_out_as_what_is_loaded(reduce, feedback):
     def body(rank, group):
         whole = Site(method, rank, group).steps(0, 2)
         again = Site(method, rank, group).load(whole.save())
-        whole, again = (tensors(site.session._compressors.states()[0]) for site in (whole, again))
+        whole, again = (
+            tensors(site.session._exchange.compressors.states()[0]) for site in (whole, again)
+        )
         for name, tensor in whole.items():
             assert tensor.stride() == again[name].stride(), name
             assert tensor.untyped_storage().nbytes() == tensor.nbytes, name

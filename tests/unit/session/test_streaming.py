@@ -269,7 +269,7 @@ def test_a_site_that_owes_nothing_flushes_with_the_others():
         method = og.LocalSteps(2, outer=plain, method=low, error_reset=True)
         site = Site(method, rank, group)
         if rank == 1:
-            site.session._owed = dict
+            site.session._outer._owed = dict
         site.steps(0, 4).session.flush()
         site.session.detach()
         return site.weights(), site.session.stats().step

@@ -81,7 +81,7 @@ class Loop:
 def owed_by(session: Any) -> dict[str, Tensor]:
     """What this site has not sent, of slots and of matrices, each place once."""
     found: dict[str, Tensor] = {}
-    for compressor, units in session._compressors.items():
+    for compressor, units in session._exchange.compressors.items():
         places = {m.place: m for unit in units for m in (*unit.slots, *unit.matrices)}
         for slot in places.values():
             if (residual := compressor.residual(slot)) is not None:

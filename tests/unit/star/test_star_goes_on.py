@@ -267,7 +267,7 @@ def come_back(sites, method, *, comes=lambda goes, again: goes(2, again), **of_s
             return found, model
 
         def slowly(step, session):
-            time.sleep(0.04 if session._comm.epoch == 1 else 0.0)
+            time.sleep(0.04 if session._at.comm.epoch == 1 else 0.0)
 
         def maybe_cut(step, session):
             if step == LOST_IN:

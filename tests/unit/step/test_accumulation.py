@@ -595,9 +595,9 @@ def test_many_passes_keep_few_rows_and_go_dense(method):
         limit, most = sum(p.numel() for p in site.model.parameters()), 0
         for k in range(60):
             site.local(k % PASSES)
-            most = max(most, session._accumulator.numel)
+            most = max(most, session._exchange.accumulator.numel)
         assert 0 < most <= limit
-        assert session._accumulator.numel == 0
+        assert session._exchange.accumulator.numel == 0
         site.shared(0)
         assert "middle.weight" in session.stats().layers
         return grads_of(site.model)
@@ -622,7 +622,7 @@ def test_layers_that_do_not_pay_are_left_alone_in_the_next_round():
             site.model.zero_grad()
             for k in range(12):
                 site.local(k % PASSES)
-                assert session._accumulator.numel == 0 or session.stats().step == 0
+                assert session._exchange.accumulator.numel == 0 or session.stats().step == 0
             site.shared(0)
 
     run_on_lasting_groups(SITES, body)
@@ -633,9 +633,9 @@ def test_detach_drops_the_rows_and_leaves_the_gradient():
         alone = Site(copy.deepcopy(NET).double(), rank, 2)
         site, session = start(rank, group, og.DAD(), rows=2)
         site.local(0)
-        assert session._accumulator.numel > 0
+        assert session._exchange.accumulator.numel > 0
         session.detach()
-        assert session._accumulator.numel == 0
+        assert session._exchange.accumulator.numel == 0
         site.local(1)
         alone.local(0)
         alone.local(1)
@@ -651,7 +651,7 @@ def test_rows_of_a_reset_gradient_are_not_kept_alive():
         for _ in range(3):
             site.local(0)
             site.model.zero_grad()
-            sizes.append(session._accumulator.numel)
+            sizes.append(session._exchange.accumulator.numel)
         assert sizes == sizes[:1] * 3
 
     run_on_lasting_groups(SITES, body)

@@ -172,9 +172,9 @@ def test_nothing_travels_in_between(name):
         site, sent = Site(rank, make(every=3), group), []
         for number in range(18):
             site.zero()
-            before = site.session._comm.sent_bytes
+            before = site.session._at.comm.sent_bytes
             site.step(number, rows=1)
-            sent.append(site.session._comm.sent_bytes - before)
+            sent.append(site.session._at.comm.sent_bytes - before)
         steps = site.session.stats().step
         site.session.detach()
         whole = Site(rank, make(), group)
@@ -204,7 +204,7 @@ def test_rows_are_kept_while_they_pay(rows, k, way):
         for number in range(2 * k):
             site.zero()
             site.step(number, rows=rows)
-            assert site.session._accumulator.numel <= limit
+            assert site.session._exchange.accumulator.numel <= limit
         travels = {name: layer.travels for name, layer in site.session.stats().layers.items()}
         assert_close(site.gradients(), expected)
         site.session.detach()
@@ -224,7 +224,7 @@ def test_layers_that_do_not_pay_are_left_alone_in_the_next_round():
         for number in range(12):
             site.zero()
             site.step(number, rows=6)
-            taps = site.session._next_forward.tap_next.items()
+            taps = site.session._exchange.next_forward.tap_next.items()
             wanted.append({unit.params[0] for unit, wants in taps if wants})
         site.session.detach()
         return wanted
@@ -329,9 +329,9 @@ def test_equal_steps_of_two_cadences_go_without_headers():
         site, sent = Site(rank, a_cadence_each(methods), group), []
         for number in range(24):
             site.zero()
-            before = site.session._comm.sent_bytes
+            before = site.session._at.comm.sent_bytes
             site.step(number, rows=2)
-            sent.append(site.session._comm.sent_bytes - before)
+            sent.append(site.session._at.comm.sent_bytes - before)
         site.session.detach()
         return sent
 
@@ -566,7 +566,7 @@ def test_a_discarded_exchange_takes_its_passes_with_it(name):
         with pytest.raises(error):
             stumble(site, 1)
         site.session.state_dict()  # ends the step on the site that raised
-        assert site.session._accumulator.numel == 0
+        assert site.session._exchange.accumulator.numel == 0
         site.zero()
         passes(2, 3)(site)
         assert_close(site.gradients(), expected)
@@ -713,9 +713,9 @@ def test_detach_drops_what_is_kept():
     def body(rank, group):
         site = Site(rank, og.DAD(every=3), group)
         site.step(0)
-        assert site.session._accumulator.numel > 0
+        assert site.session._exchange.accumulator.numel > 0
         site.session.detach()
-        assert site.session._accumulator.numel == 0
+        assert site.session._exchange.accumulator.numel == 0
 
     run_on_lasting_groups(2, body)
 

@@ -14,7 +14,7 @@ from torch import nn
 import outergrad as og
 from cases import Events
 from outergrad.buckets.dense import _Buffer
-from outergrad.session.stepping import Stepping
+from outergrad.session.loop import BackwardLoop
 from outergrad.step.repeated import RepeatedStep
 from ranks import run_ranks
 
@@ -53,12 +53,12 @@ def batch(rank, step, rows):
 @contextmanager
 def planned_anew():
     """No step goes by what the last one was."""
-    before = Stepping._pattern_of
-    Stepping._pattern_of = lambda session, step: None
+    before = BackwardLoop._pattern_of
+    BackwardLoop._pattern_of = lambda loop, step: None
     try:
         yield
     finally:
-        Stepping._pattern_of = before
+        BackwardLoop._pattern_of = before
 
 
 def digest(tensors):
@@ -389,7 +389,7 @@ def test_a_lost_site_is_the_same_error(moment, repeated):
                 run.model.first.weight.register_hook(lambda g: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     loss.backward()
-            run.session._comm.close()
+            run.session._at.comm.close()
             return None
         with pytest.raises(og.SiteLostError) as caught:
             loss.backward()

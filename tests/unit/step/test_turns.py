@@ -133,7 +133,7 @@ def test_receives_are_posted_a_step_before():
         ahead = []
         for _ in range(5):
             step(model)
-            ahead.append(sum(map(len, session._comm._posted.values())))
+            ahead.append(sum(map(len, session._at.comm._posted.values())))
         session.detach()
         return ahead
 

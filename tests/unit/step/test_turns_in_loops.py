@@ -52,7 +52,7 @@ class Loop:
     def applied(self) -> None:
         self.optimizer.step()
         self.found += [p.detach().clone() for p in self.model.parameters()]
-        left = self.session._comm._posted.values()
+        left = self.session._at.comm._posted.values()
         self.most_ahead = max(self.most_ahead, sum(map(len, left)))
 
 
@@ -159,7 +159,7 @@ def test_a_mesh_goes_as_without_turns(monkeypatch):
             generator = torch.Generator().manual_seed(100 * k + mesh.number)
             model(torch.randn(4, 8, generator=generator)).square().mean().backward()
             found += [p.grad.clone() for p in model.parameters()]
-        ahead = len(session._comm._posted)
+        ahead = len(session._at.comm._posted)
         session.detach()
         return found, ahead
 

@@ -18,18 +18,17 @@ from outergrad.session.capable import refuse_lacking
 from outergrad.session.description import shared_tensors
 from outergrad.session.fragments import streamed
 from outergrad.session.inspect import Inspection, inspect
+from outergrad.session.local_steps import LocalStepsSession
 from outergrad.session.mesh.levels import Levels, Mesh
-from outergrad.session.mesh.local_steps import MeshLocalSteps
-from outergrad.session.mesh.mesh_session import MeshSession
 from outergrad.session.mesh.ranks import ranks_named
 from outergrad.session.mesh.refusals import of_inspection, of_method, of_settings, refuse
-from outergrad.session.mesh.sharded_session import ShardedSession
 from outergrad.session.mesh.shards import (
     Shards,
     broadcast_shards,
     is_sharded,
     look_at,
 )
+from outergrad.session.mesh.site_ranks import PooledRanks, ShardedRanks
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings
 from outergrad.session.topology import Topology
@@ -111,17 +110,20 @@ class MeshTopology(Topology):
 
     def session(
         self, inspection: Inspection, agreed: int, settings: Settings, method: Any
-    ) -> MeshSession:
-        """Returns the session of this rank, whose layers are not tapped yet."""
+    ) -> Session:
+        """Returns the session of this rank."""
+        levels, transform = self._levels, settings.transform
         if self._shards is not None:
-            return ShardedSession(inspection, self._levels, agreed, settings, self._shards)
-        if self._inside is not None:
-            about = Settings(method=repr(Dense()))
-            number = fingerprint([f"{agreed}, inside site {self._levels.site.rank}"])
-            inner = Session(self._inside, self._levels.local, number, about)
-            own = (inspection, self._levels, agreed, settings)
-            return MeshLocalSteps(*own, method, inner)
-        return MeshSession(inspection, self._levels, agreed, settings)
+            ranks = ShardedRanks(levels, transform, self._shards, inspection)
+        else:
+            ranks = PooledRanks(levels, transform)
+        own = (inspection, levels.site, agreed, settings)
+        if self._inside is None:
+            return Session(*own, ranks)
+        about = Settings(method=repr(Dense()))
+        number = fingerprint([f"{agreed}, inside site {levels.site.rank}"])
+        inner = Session(self._inside, levels.local, number, about)
+        return LocalStepsSession(*own, method, ranks, inner)
 
 
 def averaged_inside(model: nn.Module, inspection: Inspection) -> Inspection:

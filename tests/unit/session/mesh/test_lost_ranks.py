@@ -68,7 +68,7 @@ def train(mesh: ThreadMesh, method: Any, victim: int, at: int, *, sends: bool) -
     own.left = None
     model = copy.deepcopy(MODEL)
     session = og.distribute(model, method, mesh=mesh, timeout=2.0)
-    own.comms, own.sends = (session._levels.site, session._levels.local), sends
+    own.comms, own.sends = (session._ranks._levels.site, session._ranks._levels.local), sends
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(STEP + 6):
         if step == STEP and mesh.number == victim:

@@ -1,0 +1,134 @@
+"""The barrier after the last step: all sites have made it, and have received the same."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from outergrad.comm.standing import Standing
+from outergrad.core.errors import BoardGoneError, DriftError, ExchangeError, Failure, SiteLostError
+from outergrad.session.core import Core
+from outergrad.session.failure import FailureHandler
+from outergrad.step.agreement import ANSWERS_S, STAYS_S
+from outergrad.step.comparing import heard_from_all
+from outergrad.step.lost import named
+
+
+class FinalBarrier:
+    """Waits until the last step is known to be the same on all sites.
+
+    Args:
+        core: the session's.
+        failure: aborts the transport if it fails.
+    """
+
+    def __init__(self, core: Core, failure: FailureHandler) -> None:
+        self._at, self._votes, self._failure = core.at, core.exchange.votes, failure
+
+    def settle(self) -> None:
+        """Waits until all sites have made the last step; one site can call this alone.
+
+        Raises:
+            SiteLostError: another site is lost, or what it received cannot be known.
+            DriftError: sites have applied different gradients in the last step.
+        """
+        drift, patience_s = None, self._at.comm.patience_s
+        if not self._votes.is_settled:
+            with self._failure.guard_between(self._failure.place):
+                drift = self._counted(2 * patience_s, patience_s)
+        if drift is not None:
+            raise drift
+
+    def settle_with_all(self) -> None:
+        """Waits for all sites, before some of them leave for another transport."""
+        drift, patience_s = None, self._at.comm.patience_s
+        if not self._votes.is_settled:
+            drift = self._counted(2 * patience_s, patience_s)
+        self._compared(2 * patience_s, patience_s)
+        if drift is not None:
+            raise drift
+
+    def settle_at_exit(self) -> None:
+        """Compares when Python ends, where other sites may have left: it aborts nothing."""
+        group = self._at.group
+        if self._votes.is_settled or group.lost is not None or group.pact.frozen:
+            return
+        told: DriftError | RuntimeWarning | None
+        about, compared = self._votes.about, self._votes.are_compared
+        try:
+            told = self._counted(ANSWERS_S, min(STAYS_S, self._at.comm.patience_s))
+        except ExchangeError as error:
+            told = None if compared else self._unknown(about, error.sites, error)
+        if told is not None:
+            warnings.warn(str(told), RuntimeWarning, stacklevel=2)
+
+    def settle_at_end(self) -> DriftError | RuntimeWarning | None:
+        """Compares when the session ends; returns an error or a warning for the user."""
+        group = self._at.group
+        is_known = group.lost is not None or self._votes.are_compared
+        about = "" if is_known else self._votes.about
+        try:
+            if group.lost is None:
+                self._failure.poll_abort()
+            if group.lost is None:
+                self.settle()
+            if group.lost is not None:
+                raise group.lost.again()
+        except SiteLostError as error:
+            return self._unknown(about, error.sites, error.__cause__) if about else None
+        except DriftError as drift:
+            return drift
+        return None
+
+    def _counted(self, limit_s: float, stays_s: float) -> DriftError | None:
+        """Counts the votes on the last step, or compares its digests if there are none."""
+        try:
+            if self._votes.are_cast:
+                return self._votes.count()
+            return self._compared(limit_s, stays_s)
+        except ExchangeError as error:
+            if error.kind != Failure.CLOSED or not all(map(self._word_of, self._at.others)):
+                raise
+            return self._compared(limit_s, stays_s)  # by the farewells of sites that have left
+
+    def _compared(self, limit_s: float, stays_s: float) -> DriftError | None:
+        """Compares digests of a last step on which nobody has voted.
+
+        A late site may itself wait for a lost one, and aborts before this site does.
+        """
+        at = self._at
+        try:
+            digests = heard_from_all(at.comm, at.group.pact, self._word_of, limit_s, stays_s)
+        except BoardGoneError as error:
+            raise self._uncompared(error) from error
+        return self._votes.compare(digests.of(at.number))
+
+    def _uncompared(self, error: BoardGoneError) -> ExchangeError:
+        host = self._at.comm.host
+        held = () if host in (None, self._at.comm.rank) else (host,)
+        who = "".join(f", which site {site} usually holds" for site in held)
+        told = f"{error}{who}, so that nothing can be compared"
+        return ExchangeError(told, held, kind=Failure.LOCAL)
+
+    def _word_of(self, site: int) -> Standing | None:
+        """Returns the farewell of a site that ended in order, after as many steps as this one."""
+        board, made = self._at.comm.board, self._at.group.pact.made
+        try:
+            text = None if board is None else board.farewell(site, self._at.number)
+        except BoardGoneError:
+            return None
+        word = None if text is None else Standing.of(text)
+        in_order = word is not None and word.made == made and word.ended == "session"
+        return word if in_order else None
+
+    def _unknown(
+        self, about: str, lost: Sequence[int], error: BaseException | None
+    ) -> RuntimeWarning:
+        """Returns a warning that the last steps were not compared."""
+        why = "" if error is None else f" ({error})"
+        return RuntimeWarning(
+            f"site {self._at.comm.rank} lost {named(lost)} before the sites had compared what they "
+            f"received in {about}{why}. It has made all steps, but a sum that was damaged in these "
+            f"was not looked for: compare the models of the sites, or start again from the last "
+            f"checkpoint"
+        )
