@@ -30,10 +30,7 @@ from outergrad.step.step import SharedStep
 
 
 class BackwardHooks(Stepping):
-    """Base of a session that passes autograd's events to the step of the backward that runs.
-
-    The first event of a backward begins its step.
-    """
+    """Base of a session that passes autograd's events to the step, begun by the first of them."""
 
     def __init__(
         self, inspection: Inspection, comm: Comm, fingerprint: int, settings: Settings
@@ -110,10 +107,7 @@ class BackwardHooks(Stepping):
             step.captured.has_autograd_grad.add(name)
 
     def on_written(self, name: str) -> None:
-        """Notes that the backward wrote to `param.grad` itself, past autograd.
-
-        A sum of several passes contains such a gradient anyway.
-        """
+        """Notes that the backward wrote `param.grad` itself; sums over passes have that anyway."""
         step = self._step_of(name)
         if isinstance(step, SharedStep):
             step.captured.has_autograd_grad.add(name)

@@ -58,10 +58,7 @@ class GivingUp:
         return self._lost_error()
 
     def _counts_elsewhere(self, step: Any, error: ExchangeError) -> bool:
-        """Aborts the group; True if the step counts, as a remaining site has made it.
-
-        The next step raises then.
-        """
+        """Aborts the group; True if another site has made the step. Then the next step raises."""
         counted = self._give_up(error)
         if counted and isinstance(step, SharedStep):
             step.settle(Decision.all_good(step.context.header))

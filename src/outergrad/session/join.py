@@ -88,6 +88,7 @@ class Joining(GoingOn):
         Raises:
             RuntimeError: this session or its model cannot be joined; or the sites lost each other.
             StepDiscardedError: the loop of another site raised.
+            TypeError: `step` cannot be called.
         """
         if not self._several:
             yield

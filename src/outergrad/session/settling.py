@@ -23,9 +23,7 @@ class Settling(GivingUp):
         return super()._place
 
     def _settle(self) -> None:
-        """Waits until all sites have made the last step, and compares what they received.
-
-        Not a collective: one site can do so alone.
+        """Waits until all sites have made the last step, and compares; one site can do so alone.
 
         Raises:
             SiteLostError: another site is lost, or what it received cannot be known.
@@ -98,7 +96,7 @@ class Settling(GivingUp):
     def _settle_at_end(self) -> DriftError | RuntimeWarning | None:
         """Settles when the session is detached; returns what to raise or to warn of, if anything.
 
-        A site that is lost meanwhile is reported to the others.
+        The other sites are told of a site that is lost meanwhile.
         """
         group = self._group
         is_known = group.lost is not None or self._votes.are_compared

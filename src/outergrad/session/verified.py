@@ -60,6 +60,7 @@ class Verified(Watching):
             True if two sites differed.
 
         Raises:
+            TypeError: an argument is no optimizer.
             RuntimeError: during backward, or the session is detached, or cannot do it.
             SiteLostError: another site does not arrive, or is gone.
         """
@@ -93,10 +94,7 @@ class Verified(Watching):
         return self._replica(tensors, dict(sorted(optimizers.items())), remedy)
 
     def _shared_gradients(self) -> list[Tensor]:
-        """Returns the gradients of the last step.
-
-        They may differ: replayed blocks compute theirs with each site's own weights.
-        """
+        """Gradients of the last step; replayed blocks compute them by each site's own weights."""
         shared = self._shared - self._unshared
         pairs = self._model.params.items()
         return [p.grad for name, p in pairs if name in shared and p.grad is not None]

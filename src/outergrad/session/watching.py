@@ -70,8 +70,7 @@ class Watching(Joining):
     ) -> None:
         super().__init__(inspection, comm, fingerprint, settings)
         self._raised_early: list[tuple[Share, list[Point]]] = []
-        """Per backward that raised before its first event, the share that was due and its points
-        of joint averages."""
+        """Per backward that raised before its first event: the due share, and its joint points."""
 
     def watch(self, model: nn.Module, watch: ModelWatch) -> None:
         """Guards a model from now on."""
@@ -144,10 +143,7 @@ class Watching(Joining):
             self._refuse(change)
 
     def on_stale(self, name: str) -> None:
-        """Refuses a parameter whose gradient came by another node than the watched one.
-
-        It was converted after the last check of the model, or in a way that this could not see.
-        """
+        """Refuses a gradient by another node than the watched one: the parameter was converted."""
         if in_distributed_autograd():  # which replaces every message by "python_error"
             warnings.warn(
                 f"the backward of torch.distributed.autograd (RPC) accumulates {name!r} in its own "

@@ -169,10 +169,7 @@ class MeshSession(Session):
         yield from super()._objections()
 
     def _make_replicas_equal(self, replica: ReplicaState) -> None:
-        """Makes replicas equal inside the sites first, then between them.
-
-        So the ranks of the site that was active last are equal when the other sites take theirs.
-        """
+        """Makes ranks equal inside sites first: all then take those of the last active site."""
         with ranks_named(self._levels.local):
             replica.make_equal(self._levels.local, self._last_here)
         super()._make_replicas_equal(replica)
