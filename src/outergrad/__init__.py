@@ -120,7 +120,7 @@ _MODULES = ("events", "report", "transforms", "wire")
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name when it is first used: 300 files, and PyTorch."""
+    """Imports a public name on its first use: all of them are 300 files, and PyTorch."""
     home = next((home for home, names in _HOMES.items() if name in names), None)
     if home is not None:
         value = getattr(import_module(f"outergrad.{home}"), name)

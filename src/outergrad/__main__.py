@@ -1,4 +1,4 @@
-"""Lets ``python -m outergrad`` stand for ``outergrad``."""
+"""Entry point of ``python -m outergrad``: runs the ``outergrad`` command."""
 
 from outergrad.cli import main
 

@@ -1,4 +1,4 @@
-"""Amounts as a reader likes them: few digits, and a unit that fits."""
+"""Numbers formatted for people: few digits, and a unit that fits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _three: Write = "{:.3g}".format
 
 
 def short(value: float, digits: int = 3) -> str:
-    """With so many digits: 0.0412, 4.12, 412, 41,200, 4.1e-05."""
+    """Formats a number with about `digits` digits: 0.0412, 4.12, 412, 41,200, 4.1e-05."""
     if not math.isfinite(value):
         return str(value)
     if value and not 1e-3 <= abs(value) < 1e6:
@@ -20,27 +20,27 @@ def short(value: float, digits: int = 3) -> str:
 
 
 def plain(value: float) -> str:
-    """With up to four digits: 0.4312, 0.001, 41,200."""
+    """Formats a number with up to four significant digits: 0.4312, 0.001, 41,200."""
     return short(value, 4) if abs(value) >= 1e4 else f"{value:.4g}"
 
 
 def times(ratio: float) -> str:
-    """How many times one amount is another, with two digits: 3.1, 86, 1,200."""
+    """Formats the ratio of two amounts with two digits: 3.1, 86, 1,200."""
     return short(ratio, 2)
 
 
 def fold(ratio: float) -> str:
-    """The same with the sign that is read as "times": 3.1 and the sign of multiplication."""
+    """Formats a ratio with two digits and a multiplication sign: 3.1 ×."""
     return f"{times(ratio)} \N{MULTIPLICATION SIGN}"
 
 
 def many(count: int, word: str) -> str:
-    """A number of things: 1 thread, 2 threads."""
+    """Formats a count with its noun: 1 thread, 2 threads."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def amount(number: float, unit: str = "B", write: Write = _three) -> str:
-    """With a prefix, before which `write` writes the number: 512 B, 1.2 kB, 12.3 MB."""
+    """Formats a number with a decimal prefix, before which `write` is used: 512 B, 12.3 MB."""
     for prefix in ("", "k", "M", "G", "T"):
         if abs(number) < 999.5 or prefix == "T":
             break
@@ -49,7 +49,7 @@ def amount(number: float, unit: str = "B", write: Write = _three) -> str:
 
 
 def seconds(value: float, write: Write = _three) -> str:
-    """Of a step, as `write` writes numbers: 850 µs, 12.3 ms, 1.25 s."""
+    """Formats seconds in a unit that fits, the number by `write`: 850 µs, 12.3 ms, 1.25 s."""
     for factor, unit in ((1e6, "µs"), (1e3, "ms")):
         if value * factor < 999.5:
             return f"{write(value * factor)} {unit}"
@@ -57,12 +57,12 @@ def seconds(value: float, write: Write = _three) -> str:
 
 
 def milliseconds(value_s: float) -> str:
-    """Seconds where others stand below, without the unit: 0.8, 12.3, 1,250."""
+    """Formats seconds as milliseconds without the unit, for a column: 0.8, 12.3, 1,250."""
     return f"{1e3 * value_s:,.{0 if value_s >= 1 else 1}f}"
 
 
 def duration(value_s: float) -> str:
-    """In its two largest units: 40 s, 2m 06s, 1h 02m, 3d 04h."""
+    """Formats seconds in their two largest units: 40 s, 2m 06s, 1h 02m, 3d 04h."""
     s = max(0, int(value_s))
     if s < 60:
         return f"{s} s"

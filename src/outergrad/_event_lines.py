@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from outergrad.events import Change, End, Event, Layer, Mishap, Run, Scalars, Step, Trial
 
 Entry = dict[str, Any]
-"""A line as JSON has it: the fields of an event, and its kind under "event"."""
+"""A parsed line: the fields of an event, and its kind under the key "event"."""
 Check = Callable[[Any], bool]
 
 START = '{"event"'
@@ -23,17 +23,17 @@ _KINDS: dict[str, type[Event]] = {
 
 
 def line_of(event: Event) -> dict[str, object]:
-    """The fields of an event behind its kind: "run", "layer", "step" and so on."""
+    """Returns the entry of an event: its kind ("run", "layer", "step", …), then its fields."""
     return {"event": type(event).__name__.lower(), **vars(event)}
 
 
 def event_of(entry: object) -> Event:
-    """The event of an entry: the inverse of `line_of`.
+    """Returns the event of an entry: the inverse of `line_of`.
 
-    Fields that are not known here, of a later version, are passed over.
+    Unknown fields, as of a later version, are ignored.
 
     Raises:
-        ValueError: it is no event; says why.
+        ValueError: the entry is no event; the message says why.
     """
     if not isinstance(entry, Mapping):
         raise ValueError("not an event")
@@ -50,9 +50,9 @@ def _frozen(value: Any) -> Any:
 
 
 def objection(entry: Mapping[str, Any]) -> str | None:
-    """Why an entry is not an event; None where it is one.
+    """Returns why an entry is no event, or None if it is one.
 
-    What this version does not know besides is no reason: a later one may have written it.
+    Unknown fields are no reason: a later version may have written them.
     """
     kind = entry.get("event")
     checks = _CHECKS.get(kind) if isinstance(kind, str) else None
@@ -67,7 +67,7 @@ def objection(entry: Mapping[str, Any]) -> str | None:
     return None
 
 
-# A file has millions of values: these checks do as little as can be.
+# A file has millions of values, so that these checks must be cheap.
 
 
 def _is_int(value: Any) -> bool:
@@ -104,7 +104,7 @@ _CHECKS = {
 
 
 def parsed(line: str) -> Entry | None:
-    """The object of JSON in a line; None where there is no whole one."""
+    """Returns the JSON object in a line; None if the line holds no complete one."""
     if not line.lstrip().startswith("{"):
         return None
     try:
@@ -114,10 +114,10 @@ def parsed(line: str) -> Entry | None:
 
 
 def read(line: str) -> tuple[Entry | None, list[str]]:
-    """The event in a line, and what is wrong with the line.
+    """Returns the event in a line, or None, and the problems found in the line.
 
-    A run that goes on after it died may have written its first event behind half a line: that one
-    is found, too. An empty line is no event, and nothing is wrong with it.
+    A run that is resumed after a crash may have written its first event behind half a line. That
+    event is found, too. An empty line holds no event and counts as no problem.
     """
     entry, problems = parsed(line), []
     if entry is None and line.strip():
@@ -129,12 +129,12 @@ def read(line: str) -> tuple[Entry | None, list[str]]:
 
 
 class GrowingFile:
-    """The lines of a file that may still be written.
+    """Reader of the lines of a file that may still be written.
 
     Args:
         path: the file.
-        recent_bytes: of a larger file the end is read, and before it the lines that begin a run;
-            None: all of it.
+        recent_bytes: how many bytes at the end of a larger file are read. Of the part before them
+            only the lines that begin a run are read. None: the whole file.
 
     Attributes:
         path: the file.
@@ -146,17 +146,17 @@ class GrowingFile:
 
     @property
     def rest(self) -> str:
-        """The part of a line that the file ends with so far."""
+        """Unfinished line at the end of the file so far."""
         return _text(self._rest)
 
     def lines(self) -> tuple[list[str], float]:
-        """Whole lines that are new, and when the file was written to, in seconds since 1970.
+        """Returns the new whole lines, and the file's modification time in seconds since 1970.
 
-        The half of a line at the end waits for the other half. A file that was replaced or cut is
-        read from its beginning.
+        Half a line at the end is held back until the other half is there. A file that was replaced
+        or truncated is read from its beginning.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         with self.path.open("rb") as file:
             now = os.stat(file.fileno())
@@ -172,7 +172,7 @@ class GrowingFile:
         return [_text(line) for line in older + lines], now.st_mtime
 
     def _skip(self, file: BinaryIO, size: int) -> list[bytes]:
-        """Goes to the recent part and returns what runs there were before."""
+        """Moves the offset to the recent part; returns the lines before it that begin a run."""
         runs = []
         end = size - self._recent if self._recent is not None else 0
         while self._offset < end and (line := file.readline()).endswith(b"\n"):

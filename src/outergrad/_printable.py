@@ -1,22 +1,22 @@
-"""Text of others that may be shown on a terminal."""
+"""Text from files and other sites, made safe to print on a terminal."""
 
 from __future__ import annotations
 
 import unicodedata
 
 _STEERING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Categories of characters that nobody sees: control, format, surrogate, separators of lines."""
+"""Unicode categories of invisible characters: control, format, surrogate, line separators."""
 
 
 def printable(text: str, keep: str = "") -> str:
-    """The text with a mark in the place of each character that would steer a terminal.
+    """Returns the text with a mark in place of each character that could control a terminal.
 
-    For names and messages of files and other sites: an escape sequence in them could hide what
-    is written, or type into the terminal.
+    For names and messages from files and other sites: an escape sequence in them could hide text
+    or type into the terminal.
 
     Args:
         text: Anything.
-        keep: Control characters that stay, as a line break.
+        keep: Control characters that stay, such as a line break.
     """
     if text.isprintable():
         return text

@@ -1,3 +1,3 @@
-"""The version, in one place."""
+"""Version of outergrad."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Files that appear under their names as a whole, or not at all."""
+"""Atomic writes: a file appears under its name as a whole, or not at all."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from typing import IO, Any
 import torch
 
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
-"""Which class or function a file asks for, in torch's words."""
+"""Pattern of the class or function that a file asks for, in torch's error message."""
 
 
 @contextmanager
 def whole_file(path: Path, through_links: bool = True) -> Iterator[IO[bytes]]:
-    """Opens a file that takes the place of `path` when the block ends without an error.
+    """Opens a file that replaces `path` when the block ends without an error.
 
-    Until then its content is in a hidden file beside it. An error removes that, and what was there
-    before stays as it was. Afterwards the content has reached the disk (`fsync`). What is no
-    ordinary file, as a pipe or /dev/stdout, is written to as it is; a link stays a link.
+    Until then the content is in a hidden file beside it. An error removes the hidden file and
+    leaves `path` as it was. After the block the content is on the disk (`fsync`). A pipe, a device
+    or the process's own output, such as /dev/stdout, is written to directly. A link stays a link.
 
     Args:
-        path: in a folder that is there.
-        through_links: whether a link, a pipe or a device under that name is written through. Not
-            so in a folder that others can write to: whatever they have put there is replaced.
+        path: the file, in an existing folder.
+        through_links: whether a link, a pipe or a device under that name is written through. False
+            in a folder that others can write to: whatever they have put there is replaced.
 
     Raises:
-        OSError: it cannot be written; names it.
+        OSError: the file cannot be written; the error names it.
     """
     target = Path(os.path.realpath(path)) if through_links else _in_real_folder(path)
     unfinished = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
@@ -57,12 +57,12 @@ def whole_file(path: Path, through_links: bool = True) -> Iterator[IO[bytes]]:
 
 
 def write_whole(path: Path, content: str | bytes, through_links: bool = True) -> None:
-    """Writes text, as UTF-8, or bytes.
+    """Writes text, as UTF-8, or bytes to a file atomically.
 
     Args:
-        path: as of `whole_file`.
+        path: as for `whole_file`.
         content: of the file.
-        through_links: as of `whole_file`.
+        through_links: as for `whole_file`.
 
     Raises:
         OSError: as `whole_file`.
@@ -72,10 +72,10 @@ def write_whole(path: Path, content: str | bytes, through_links: bool = True) ->
 
 
 def save_whole(path: Path, value: Any) -> None:
-    """Writes what `torch.save` makes of a value, through no link.
+    """Saves a value with `torch.save` atomically; a link under that name is replaced.
 
     Raises:
-        OSError: as `whole_file`, also where torch tells of a full disk by a RuntimeError.
+        OSError: as `whole_file`; also where torch reports a full disk by a RuntimeError.
     """
     with whole_file(path, through_links=False) as file:
         try:
@@ -88,12 +88,12 @@ def save_whole(path: Path, value: Any) -> None:
 
 
 def load_plain(file: Path | IO[bytes]) -> Any:
-    """What `torch.save` wrote: containers of tensors, numbers and text, on the CPU.
+    """Loads a file of `torch.save` that holds containers of tensors, numbers and text, on the CPU.
 
     Raises:
-        OSError: the file cannot be opened, or is none (a pipe could keep one waiting for ever).
-        ValueError: it cannot be read, or holds something else; says it without torch's advice to
-            read it all the same, which would run whatever stands in it.
+        OSError: the file cannot be opened, or is no ordinary file (a pipe could block for ever).
+        ValueError: it cannot be read, or holds other types. The message leaves out torch's advice
+            to load it all the same, which would run code from the file.
     """
     if isinstance(file, Path) and not file.is_file():
         raise FileNotFoundError(errno.ENOENT, "there is no such file", str(file))
@@ -104,7 +104,7 @@ def load_plain(file: Path | IO[bytes]) -> Any:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes names in a folder last, where the system lets one do that."""
+    """Flushes the names in a folder to the disk; does nothing where the system has no such call."""
     if os.name == "posix":
         opened = os.open(folder, os.O_RDONLY)
         try:
@@ -118,10 +118,10 @@ def _in_real_folder(path: Path) -> Path:
 
 
 def told_of_pickle(told: str) -> str:
-    """What torch says of a file that it does not read, without its advice.
+    """Returns torch's reason for not reading a file, without its advice to load it all the same.
 
     Args:
-        told: by torch's `UnpicklingError`.
+        told: message of torch's `UnpicklingError`.
     """
     usual, found = "tensors, numbers, text and containers of these", _GLOBAL.search(told)
     if found is None:
@@ -130,7 +130,7 @@ def told_of_pickle(told: str) -> str:
 
 
 def _is_stream(path: Path) -> bool:
-    """Whether it is a pipe, a terminal, or what this process writes its own output to."""
+    """True if the path is a pipe, a device, or the file of this process's own output."""
     if not path.exists() or path.is_dir():
         return False
     return not path.is_file() or _is_own_output(path.stat())
@@ -145,7 +145,7 @@ def _is_own_output(found: os.stat_result) -> bool:
 
 
 def _os_error_in(error: BaseException) -> OSError | None:
-    """The error of a write, on which torch's own error about the length of the file follows."""
+    """Returns the error of the failed write, which is the context of torch's own error, or None."""
     cause = error.__context__
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__

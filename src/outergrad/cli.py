@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line, or says what to install for it."""
+    """Runs the command line, or exits with what must be installed for it."""
     try:
         import outergrad.launch  # noqa: F401  (says what is missing)
         from outergrad.launch.console import leave_at_once

@@ -1,4 +1,4 @@
-"""What transforms of gradients work with: `og.distribute(..., transform=)`."""
+"""Building blocks for transforms of gradients: `og.distribute(..., transform=)`."""
 
 from outergrad.core.transform import GradientTransform, SampleRows, Samples, SiteGradient
 from outergrad.linalg.site_gradient import (

@@ -1,4 +1,4 @@
-"""Data sets, models, training loops, the bench and the experiments that outergrad is tried with.
+"""Data sets, models, training loops, benchmarks and experiments for outergrad.
 
 The library never imports this package: its commands join ``outergrad`` by entry points.
 """

@@ -1,4 +1,4 @@
-"""Lines, and axes that a reader need not decipher: units, few ticks, plain numbers."""
+"""Lines and axes of plots that are easy to read: units, few ticks, plain numbers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 def draw_line(
     axes: Axes, rows: DataFrame, x: str, y: str, look: Mapping[str, Any], **more: Any
 ) -> None:
-    """A line through the means, without a legend; the wider lie below, so that all can be seen.
+    """Draws a line through the means, without a legend; wide lines lie below narrow ones.
 
     Args:
-        axes: Where.
-        rows: With columns `x` and `y`.
-        x: Name of the one.
-        y: Name of the other.
+        axes: Axes to draw in.
+        rows: Data with columns `x` and `y`.
+        x: Name of the horizontal column.
+        y: Name of the vertical column.
         look: Colour, marker, and so on.
-        more: Of `seaborn.lineplot`.
+        more: Further arguments of `seaborn.lineplot`.
     """
     from seaborn import lineplot
 
@@ -31,13 +31,13 @@ def draw_line(
 
 
 def readable(axis: Axis, unit: str, *, whole: bool = False, places: Sequence[float] = ()) -> None:
-    """Sets ticks and how they are written; once the scale is set and everything is drawn.
+    """Sets an axis's ticks and their labels. Call it once the scale is set and everything is drawn.
 
     Args:
-        axis: Linear or logarithmic.
-        unit: "B" and "s" take prefixes, as 20 ms; "%" is of shares; others are not written.
-        whole: Whether there are whole numbers alone.
-        places: Where ticks must be; few where none is given.
+        axis: Linear or logarithmic axis.
+        unit: "B" and "s" take prefixes, as 20 ms; "%" is for shares; others are not written.
+        whole: Whether ticks are whole numbers only.
+        places: Positions of the ticks; chosen automatically if empty.
     """
     from matplotlib import ticker
 

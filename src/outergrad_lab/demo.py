@@ -1,7 +1,7 @@
-"""The demo: two sites that hold five of the ten digits each, and six ways to train.
+"""The demo: two sites with five of the ten digits each, and six ways to train.
 
-Run by ``make demo``, or by ``python -m outergrad_lab.demo``: over a link of 100 Mbit/s where this
-machine can have one (Linux, root, iproute2), else on loopback.
+Run by ``make demo``, or by ``python -m outergrad_lab.demo``. It uses a link of 100 Mbit/s where
+this machine can have one (Linux, root, iproute2), else loopback.
 """
 
 import os
@@ -47,19 +47,19 @@ LABELS = {
 JOB = Job(data="digits", split="class", batch_size=16, epochs=9, widths=(1024, 1024))
 LINK = "100mbit"
 EPOCHS_ON_LINK = 2
-"""Four tenths of a second for every dense step."""
+"""Few epochs, since every dense step takes four tenths of a second on the link."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of one method.
+    """Outcome of one method.
 
     Attributes:
         accuracy: Share of the test images classified right, averaged over sites.
         losses: Loss of each step, averaged over sites, (steps,).
         sent_bytes: Bytes per step and site.
-        measured: Whether they were counted by the network interface.
-        seconds: Time that the steps took.
+        measured: Whether the network interface counted these bytes.
+        seconds: Seconds that the steps took.
     """
 
     accuracy: float
@@ -69,19 +69,19 @@ class Outcome:
     seconds: float
 
     def on_link_s(self, link: str) -> float:
-        """Seconds of all steps at 100 Mbit/s: as measured there, else with those of its bytes."""
+        """Returns seconds of all steps at 100 Mbit/s: measured, or with time for their bytes."""
         if link == LINK:
             return self.seconds
         return self.seconds + len(self.losses) * on_usual_link(self.sent_bytes)
 
 
 def demo(job: Job, folder: Path = FOLDER, interface: str | None = None) -> None:
-    """Does this site's part; site 0 shows a bar for each method, then the table and a report.
+    """Runs this site's part; site 0 shows a bar for each method, then the table and a report.
 
     Args:
-        job: What to train.
-        folder: For what is recorded.
-        interface: Of a link of this site's own; None for loopback.
+        job: Training job.
+        folder: Folder for recordings.
+        interface: Interface of a link of this site's own; None for loopback.
     """
     data = load(job.data, Path())
     jobs = [replace(job, method=method) for method in LABELS]
@@ -130,13 +130,13 @@ def _train(job: Job, training: Training) -> list[float]:
 
 
 def _moment(counter: InterfaceCounter | None) -> tuple[float, float | None]:
-    """Seconds that all sites share, and what the interface has sent of a site, if it counts."""
+    """Returns the clock behind a barrier, and the bytes a site's interface has sent, if counted."""
     dist.barrier()
     return time.perf_counter(), None if counter is None else counter.read().sent_bytes
 
 
 def table(job: Job, outcomes: dict[str, Outcome], link: str = "loopback") -> Table:
-    """Sets the methods side by side."""
+    """Returns a table of the methods."""
     result = Table("method", title=_title(job, outcomes, link), title_justify="left")
     measured = all(outcome.measured for outcome in outcomes.values())
     sent = "kB per step\nand site" + ("" if measured else ",\ncomputed")
@@ -170,7 +170,7 @@ def _row(method: str, outcome: Outcome, ddp: Outcome, link: str) -> tuple[str, .
 
 
 def conclusions(outcomes: dict[str, Outcome], link: str = "loopback") -> str:
-    """Says in plain words what the table shows."""
+    """Returns sentences about the table."""
     sentences = [_about_alone(outcomes["alone"]), _about_dad(outcomes), _about_auto(outcomes)]
     if link != LINK:
         sentences.append(
@@ -207,7 +207,7 @@ def _about_auto(outcomes: dict[str, Outcome]) -> str:
 
 
 def verdict(outcomes: dict[str, Outcome], link: str = "loopback") -> str:
-    """What it all comes to, in a sentence."""
+    """Returns one sentence on exact factors against DDP."""
     dad, ddp = outcomes["dad"], outcomes["ddp"]
     faster = ddp.on_link_s(link) / dad.on_link_s(link)
     speed = f"{times(faster)} times as fast as DDP"
@@ -221,7 +221,6 @@ def _largest_difference(one: Outcome, other: Outcome) -> float:
 
 
 def _written_report(folder: Path) -> str:
-    """Where it lies."""
     try:
         page = write_page([folder / method for method in LABELS], folder / "report.html")
     except ImportError as error:
@@ -230,7 +229,7 @@ def _written_report(folder: Path) -> str:
 
 
 def main() -> None:
-    """Runs the demo under torchrun, or with two processes of its own."""
+    """Runs the demo under torchrun, or with processes of its own."""
     with errors_in_one_line():
         sites, link = number_of_sites(None), parse_link(LINK)
         job = replace(JOB, sites=sites)

@@ -1,4 +1,4 @@
-"""What methods are called and how they look, in every table and figure alike."""
+"""Names and looks of methods, the same in every table and figure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NAMES = {
     "acp-sgd": "ACP-SGD",
     "sparta": "SPARTA",
 }
-"""Families of methods, for humans."""
+"""Names of method families, for humans."""
 
 LOOKS: dict[str, Style] = {
     "pooled": {"color": "#111111", "linewidth": 4.5, "marker": "o"},
@@ -72,7 +72,7 @@ LOOKS: dict[str, Style] = {
     "acp-sgd": {"color": "#5b4fc7", "linestyle": "--", "marker": "4"},
     "sparta": {"color": "#a67c52", "linestyle": "--", "marker": "+"},
 }
-"""Per family. Exact methods lie on one another: the wider lie below, and all can be seen."""
+"""Looks per family. Lines of exact methods coincide: wide ones lie below, so that all show."""
 
 OTHER: Style = {"color": "#808000", "marker": "h"}
 USUAL: Style = {"linewidth": 1.6, "linestyle": "-"}
@@ -84,12 +84,12 @@ _LIGHTEST, _FULL_RANK = 0.7, 16
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method as its name tells it.
+    """A method, parsed from its name.
 
     Attributes:
-        family: What it is without its settings; without error feedback rank-dAD is another.
-        rank: Of its factors; None where it has none.
-        settings: The others, as ``k = 50``.
+        family: Name without settings; rank-dAD without error feedback is a family of its own.
+        rank: Rank of its factors; None where it has none.
+        settings: Other settings, as ``k = 50``.
     """
 
     family: str
@@ -98,7 +98,7 @@ class Method:
 
     @classmethod
     def parse(cls, name: str) -> Method:
-        """Reads ``rank-dad:rank=8``, ``powersgd-4`` or ``dad``."""
+        """Parses ``rank-dad:rank=8``, ``powersgd-4`` or ``dad``."""
         numbered = re.fullmatch(r"([^:]+)-(\d+)", name)
         if numbered:
             return cls(family=numbered[1], rank=int(numbered[2]))
@@ -117,7 +117,7 @@ class Method:
 
     @property
     def label(self) -> str:
-        """For humans: ``rank-dAD, rank 8``."""
+        """Name for humans: ``rank-dAD, rank 8``."""
         name = NAMES.get(self.family, self.family)
         if self.rank is None:
             return ", ".join((name, *self.settings))
@@ -127,7 +127,7 @@ class Method:
 
     @property
     def look(self) -> Style:
-        """That of its family, the lighter the lower its rank."""
+        """Look of its family, the lighter the lower its rank."""
         look = USUAL | LOOKS.get(self.family, OTHER)
         if self.rank is None:
             return look
@@ -136,7 +136,7 @@ class Method:
 
 
 def told_apart(looks: Sequence[Style]) -> list[Style]:
-    """The same looks, but for other dashes where one before has the same colour."""
+    """Returns the looks, with other dashes where an earlier one has the same colour."""
     colours = [look["color"] for look in looks]
     again = [colours[:at].count(colour) for at, colour in enumerate(colours)]
     return [

@@ -1,4 +1,4 @@
-"""The workloads, as `outergrad plan` takes them by their names."""
+"""Workloads for `outergrad plan`, by name."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from outergrad_lab.workloads import WORKLOADS
 
 
 def subjects() -> dict[str, partial[Subject]]:
-    """What makes each of them, of a number of rows or, with None, of its own."""
+    """Returns makers of the workloads, given a number of rows; None for the workload's own."""
     return {name: partial(_subject, name) for name in WORKLOADS}
 
 

@@ -1,4 +1,4 @@
-"""What the bench trains: a model, its data and how it learns."""
+"""Workloads of the benchmarks: a model, its data and its learning rate."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,11 @@ class Workload:
     """A training that methods are compared on.
 
     Attributes:
-        summary: What it is, in a few words.
+        summary: Description in a few words.
         model: A key of `MODELS`.
         widths: Features of the model's hidden layers.
         data: The key of `SOURCES` of real data, if there is some.
-        made_up: What a row is, if there is none.
+        made_up: Form of a row of random data, if there is no real data.
         batch_size: Rows per site and step.
         lr: Learning rate of Adam.
     """
@@ -32,7 +32,7 @@ class Workload:
 
     @property
     def format(self) -> Format:
-        """What a row of the data is."""
+        """Form of a row of the data."""
         found = SOURCES[self.data].format if self.data else self.made_up
         assert found is not None
         return found

@@ -1,4 +1,4 @@
-"""What a training goes on from: files of every site, or torch.distributed.checkpoint."""
+"""Checkpoints of a training: files of every site, or torch.distributed.checkpoint."""
 
 from outergrad.checkpoint.checkpoints import Checkpoints
 from outergrad.checkpoint.dcp import DCPState

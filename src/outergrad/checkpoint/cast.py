@@ -1,4 +1,4 @@
-"""Who goes on from whom, and what each site gets of what another saved."""
+"""Assignment of saved states to sites: the state that each site resumes from."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from outergrad.checkpoint.restored import Restored
 from outergrad.core.types import StateDict
 
 _UNSENT = ("unsent", "unsent_deltas", "unsent_activations", "unsent_velocity")
-"""What a memory holds that no other site may see."""
+"""Entries of a method's memory that no other site may see."""
 
 
 @dataclass(frozen=True)
 class Cast:
-    """Who goes on from whom.
+    """Assignment of the states in a checkpoint to the present sites.
 
     Attributes:
-        selection: the checkpoint, and who reads which file.
-        rank_then: of the sites whose files are there, by number.
-        numbers: of the sites that there are, by rank.
+        selection: the checkpoint, and the reader of each file.
+        rank_then: rank at the time of saving, by the number of each site whose file is there.
+        numbers: numbers of the present sites, by rank.
     """
 
     selection: Selection
@@ -31,17 +31,17 @@ class Cast:
 
     @property
     def same(self) -> bool:
-        """Whether every site is what it was."""
+        """True if every site has the rank that it had, and no file is lost."""
         then = {rank: number for number, rank in self.rank_then.items()}
         return dict(enumerate(self.numbers)) == then and not self.selection.lost
 
     @property
     def new(self) -> tuple[int, ...]:
-        """The numbers of sites whose file is not there."""
+        """Numbers of the sites whose file is not there."""
         return tuple(n for n in self.numbers if n not in self.rank_then)
 
     def restored(self, skipped: Sequence[str]) -> Restored:
-        """In words."""
+        """Returns a summary for the user."""
         return Restored(
             step=self.selection.save.step,
             saved_sites=self.selection.save.sites,
@@ -52,11 +52,11 @@ class Cast:
         )
 
     def letters(self, read: Mapping[int, StateDict], rank: int) -> list[StateDict]:
-        """What one site gets of all that this one has read.
+        """Returns the states that this site sends to one site, of all that it has read.
 
         Args:
-            read: states as they were saved, by the number of the site that saved them.
-            rank: of the one that gets them.
+            read: saved states, by the number of the site that saved them.
+            rank: rank of the site that receives them.
         """
         to = self.numbers[rank]
         wanted = {n: state for n, state in read.items() if n == to or not self.same}
@@ -67,13 +67,13 @@ class Cast:
         letter = {"rank": state["rank"], "session": self._session(state, rank)}
         if to == number:
             return letter | {"parts": state["parts"], "random": state["random"]}
-        if to in self.new and number == first:  # whom new ones are like
+        if to in self.new and number == first:  # new sites get its state
             parts = for_a_new_site(state["parts"], state["own"])
             return letter | {"parts": parts, "random": None}
         return letter
 
     def _session(self, state: StateDict, rank: int) -> StateDict | None:
-        """What a site owes goes only to the one that takes it over."""
+        """Returns a session's state; unsent residuals go only to the site that takes them over."""
         session, then = state["session"], state["rank"]
         if session is None or self.same:
             return session
@@ -84,22 +84,22 @@ class Cast:
 
 
 def with_lost(states: Mapping[int, StateDict], sites: int) -> list[StateDict]:
-    """The states of all sites that there were; those of lost ones as if they owed nothing.
+    """Returns the states of all sites that saved; a lost site's state has nothing unsent.
 
     Args:
-        states: those that there are, by rank; at least one.
-        sites: how many there were.
+        states: available states, by rank; at least one.
+        sites: number of sites that saved.
     """
     pattern = _without_debts(states[min(states)], start=True)
     return [states.get(rank, {**pattern, "rank": rank}) for rank in range(sites)]
 
 
 def _without_debts(session: StateDict, *, start: bool) -> StateDict:
-    """A session's state without what it owes; enough for sites that do not take that over.
+    """Returns a session's state without unsent gradients and residuals: enough for other sites.
 
     Args:
-        session: as it was saved.
-        start: whether to leave the weights that `og.LocalSteps` starts from.
+        session: state as it was saved.
+        start: whether to keep the weights that `og.LocalSteps` starts from.
     """
     found = {
         **session,
@@ -112,7 +112,7 @@ def _without_debts(session: StateDict, *, start: bool) -> StateDict:
 
 
 def _sent(compressor: StateDict) -> StateDict:
-    """Its memories without what has not been sent."""
+    """Returns a compressor's state without what has not been sent."""
     own = compressor.get("own", {})
     if "memories" not in own:
         return compressor

@@ -31,31 +31,32 @@ _LOG = logging.getLogger("outergrad")
 
 
 class Checkpoints:
-    """Saves all that a training goes on from, and goes on from it.
+    """Saves the whole state of a training on all sites, and resumes from it.
 
-    Every site saves its own session, model, optimizer and random streams (torch, NumPy, Python);
-    sites that share a folder write what they have alike once. A checkpoint counts when the files
-    of all sites are there as a whole; the last `keep` of these are kept. Only what this run has
-    written or read is ever removed. Every method, the making of the object too, is to be called on
-    every site at the same point of the program.
+    Every site saves its own session, model, optimizer and random streams (torch, NumPy, Python).
+    Sites that share a folder write identical tensors once. A checkpoint counts once the complete
+    files of all sites are there; the last `keep` checkpoints are kept. Only what this run has
+    written or read is ever removed. Call every method, and the constructor, on every site at the
+    same point of the program.
 
     Args:
-        folder: for one training. The sites may share it, or have one each on their machines.
-        session: what `og.distribute` returned; None without one, as for a model in DDP.
-        model: the model; the whole of it on every site.
-        optimizer: its optimizer.
-        keep: how many checkpoints to keep, at least 1; with 2 there is still one if the last
+        folder: for one training; shared by the sites, or one per site on its own machine.
+        session: session that `og.distribute` returned; None without one, as for a model in DDP.
+        model: whole model, on every site.
+        optimizer: optimizer of the model.
+        keep: number of checkpoints to keep, at least 1; with 2 there is still one if the last
             turns out to be damaged.
-        site: the number of this site, by which it finds what is its own; its rank if None.
-        group: the sites, where there is no session; the default group if None.
-        **others: what else is saved: anything with `state_dict` and `load_state_dict`, such as a
-            scheduler, a scaler or a sampler, or a `torch.Generator`. Tensors, numbers, text,
-            lists and dicts: files are read by `torch.load(weights_only=True)`.
+        site: number of this site, by which it finds its own files; its rank if None.
+        group: process group of the sites, where there is no session; the default group if None.
+        **others: further objects to save: anything with `state_dict` and `load_state_dict`, such
+            as a scheduler, a scaler or a sampler, or a `torch.Generator`. Their states may hold
+            tensors, numbers, text, lists and dicts: files are read by
+            `torch.load(weights_only=True)`.
 
     Raises:
         ValueError: on all sites: a setting is wrong, or a site cannot take part.
-        TypeError: a part of this site has no state; the others raise a ValueError.
-        OSError: this site cannot write to its folder; the others raise a ValueError.
+        TypeError: an object of this site has no state; the other sites raise a ValueError.
+        OSError: this site cannot write to its folder; the other sites raise a ValueError.
     """
 
     def __init__(
@@ -93,14 +94,14 @@ class Checkpoints:
     # -- what users call ------------------------------------------------------------------------
 
     def save(self, step: int) -> None:
-        """Saves: between two steps, never inside a backward.
+        """Saves a checkpoint. Call it between two steps, never inside a backward pass.
 
         Args:
-            step: the number of steps that are done: the greatest is what `restore` takes.
+            step: number of completed steps; `restore` prefers the greatest.
 
         Raises:
             ValueError: on all sites: they are not at the same step, or another site could not
-                save. What was saved before is still there, of this one nothing.
+                save. Earlier checkpoints are still there; nothing of this one is.
             OSError: this site could not write, as on a full disk.
             SiteLostError: another site is lost; it is named.
         """
@@ -112,29 +113,30 @@ class Checkpoints:
             self._kept.tidy()
 
     def restore(self, *, allow_lost: bool = False, allow_foreign: bool = False) -> Restored | None:
-        """Goes on from the newest checkpoint of which all sites' files are there and whole.
+        """Resumes from the newest checkpoint whose files of all sites are there and intact.
 
-        At the same number of sites training goes on to the bit. At another it goes on too, and
-        what came of that is logged and returned: what the sites had not sent yet is shared out,
-        and a site that saved nothing gets model, optimizer and others from one that did, without
-        what is a site's own (`og.Local` parameters, random streams). Call it after
-        `og.distribute`.
+        With the same number of sites training continues bit for bit. With another one it continues,
+        too, and the consequences are logged and returned. Residuals that the sites had not sent are
+        shared out. A site that saved nothing gets model, optimizer and others from one that did,
+        without state that belongs to a single site (`og.Local` parameters, random streams). Call it
+        after `og.distribute`.
 
         Args:
-            allow_lost: whether to go on without the files of a lost site where there is no
-                checkpoint of which all are there: what it had not sent is lost.
-            allow_foreign: whether to go on from a checkpoint that other sites have, where this
-                one has checkpoints, but nothing of that: then the others' word and files are all
-                there is for it. A site that has none at all takes theirs in any case.
+            allow_lost: whether to go on without the files of a lost site where no checkpoint is
+                complete; what that site had not sent is lost.
+            allow_foreign: whether to go on from a checkpoint of other sites where this one has
+                checkpoints, but no file of that one. Their word and files are then the only source.
+                A site without any checkpoint takes theirs in any case.
 
         Returns:
-            What was found, `restored.step` above all; None if there is nothing to go on from, as
-            before the first checkpoint and where that was cut short.
+            Summary of the checkpoint, `restored.step` above all; None if there is nothing to resume
+            from, as before the first checkpoint and where that was cut short.
 
         Raises:
-            ValueError: on all sites: there are checkpoints, and none can be used: names each file
-                and why. Nothing was changed. Or: what was saved does not fit one of them.
-            OSError: this site cannot look into its folder; the others raise a ValueError.
+            ValueError: on all sites: there are checkpoints, and none can be used. The message names
+                each file and the reason; nothing was changed. Or: the saved state does not fit a
+                site.
+            OSError: this site cannot look into its folder; the other sites raise a ValueError.
             SiteLostError: another site is lost; it is named.
         """
         end_unfinished(self._comm.key)
@@ -146,7 +148,7 @@ class Checkpoints:
     def _steps(self) -> int:
         return 0 if self._session is None else self._session.stats().step
 
-    # -- going on -------------------------------------------------------------------------------
+    # -- resuming -------------------------------------------------------------------------------
 
     def _restore(self, allowed: Allowed) -> Restored | None:
         going_on, skipped, overview = found_by_all(self._comm, self._folder, self._numbers, allowed)
@@ -156,7 +158,7 @@ class Checkpoints:
         self._load(going_on)
         save, restored = going_on.save, going_on.restored
         self._kept.found(overview, save)
-        if not restored.lost:  # files that are lost may come back: it is not removed later
+        if not restored.lost:  # lost files may come back, so that this save is not removed later
             self._kept.add(save)
             self._writer.finish(save)
         if not restored.exact:
@@ -169,7 +171,7 @@ class Checkpoints:
             self._parts.load(found.parts, new=found.random is None)
         except ValueError as raised:
             error = raised
-        except Exception as raised:  # of a state that is no state of these parts
+        except Exception as raised:  # the state may be of other parts
             error = ValueError(f"Checkpoints: {found.save} does not fit: {raised}")
         agree(self._comm, [f"step: {found.save.step}"], error, "build what was saved")
         if self._session is not None:
@@ -178,16 +180,16 @@ class Checkpoints:
             set_random_state(found.random)
 
     def _log(self, lines: Iterable[str]) -> None:
-        """Once: all sites know the same."""
+        """Logs on rank 0 only, since all sites have the same lines."""
         for line in lines if self._comm.rank == 0 else ():
             _LOG.warning("%s", line)
 
 
 def _comm_of(session: Session | None, group: dist.ProcessGroup | None) -> Comm:
-    """The transport of a session; without one, of the group, the default one if None.
+    """Returns the transport of a session; without a session, one over the (default) group.
 
     Raises:
-        RuntimeError: there is neither.
+        RuntimeError: there is neither a session nor a group.
     """
     if session is not None:
         return session.transport()
@@ -197,7 +199,6 @@ def _comm_of(session: Session | None, group: dist.ProcessGroup | None) -> Comm:
 
 
 def _numbers(comm: Comm, own: int) -> list[int]:
-    """Of all sites, by rank."""
     numbers = gathered(comm, own)
     if any(type(one) is not int or one < 0 for one in numbers) or len({*numbers}) < len(numbers):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Which checkpoint the sites go on from, and who reads which of its files."""
+"""Selection of the checkpoint that the sites resume from, and of the reader of each file."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from outergrad.checkpoint.folder import Listing, Save
 
 Bad = tuple[int, Save, int]
-"""The rank of a site that could not read a file, and which: of a checkpoint and a site."""
+"""An unreadable file: rank that could not read it, checkpoint, and number of the saving site."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allowed:
-    """What the user allows beyond a checkpoint of which all is there.
+    """Permissions of the user to resume from a checkpoint that is not complete everywhere.
 
     Attributes:
-        allow_lost: one that lacks files of some sites, where none is whole.
-        allow_foreign: one that a site sees nothing of, though it sees others.
+        allow_lost: one that lacks files of some sites, where none is complete.
+        allow_foreign: one of which a site has no file, though it has others.
     """
 
     allow_lost: bool = False
@@ -30,7 +30,7 @@ class Allowed:
 
     @property
     def names(self) -> list[str]:
-        """What is allowed."""
+        """Names of the permissions that are given."""
         return [name for name, value in vars(self).items() if value]
 
 
@@ -42,11 +42,11 @@ _WAYS = (
 
 
 class UnusableError(ValueError):
-    """There are checkpoints, and none can be gone on from; raised on all sites.
+    """There are checkpoints, and none can be resumed from; raised on all sites.
 
     Attributes:
-        problems: what is wrong with each, a line of text per checkpoint or file.
-        way: what the user could allow, so that one can be; None if nothing would help.
+        problems: one line of text per unusable checkpoint or file.
+        way: permissions with which one could be used; None if none would help.
     """
 
     def __init__(self, folder: Path, problems: Sequence[str], way: Allowed | None) -> None:
@@ -62,11 +62,11 @@ class UnusableError(ValueError):
 
 @dataclass(frozen=True)
 class Selection:
-    """What to go on from.
+    """Checkpoint to resume from, and the readers of its files.
 
     Attributes:
         save: the checkpoint.
-        readers: per number of a site that saved it, the rank of the one that reads its file.
+        readers: rank that reads each file, by the number of the site that saved it.
     """
 
     save: Save
@@ -74,21 +74,21 @@ class Selection:
 
     @property
     def lost(self) -> int:
-        """Of how many sites that saved it nothing is left."""
+        """Number of sites that saved the checkpoint and whose files are lost."""
         return self.save.sites - len(self.readers)
 
     def read_by(self, rank: int) -> list[int]:
-        """The numbers of the sites whose files a rank reads."""
+        """Returns the numbers of the sites whose files `rank` reads."""
         return [number for number, reader in self.readers.items() if reader == rank]
 
 
 @dataclass(frozen=True)
 class Overview:
-    """All that the sites see, together.
+    """Checkpoints that the sites see, taken together.
 
     Attributes:
-        listings: what every site sees.
-        numbers: of every site, its number: each reads its own file if it can.
+        listings: listing of every site, by rank.
+        numbers: number of every site, by rank: each reads its own file if it can.
         bad: files that cannot be read.
     """
 
@@ -98,11 +98,11 @@ class Overview:
 
     @cached_property
     def saves(self) -> list[Save]:
-        """All there are, the oldest first."""
+        """All checkpoints, the oldest first."""
         return sorted({save for listing in self.listings for save in listing})
 
     def holders(self, save: Save) -> dict[int, list[int]]:
-        """Per site that saved it, the ranks that can read its file."""
+        """Returns, by the number of each site that saved, the ranks that can read its file."""
         found: dict[int, list[int]] = {}
         for rank, listing in enumerate(self.listings):
             for number in listing[save].files if save in listing else ():
@@ -111,20 +111,20 @@ class Overview:
         return dict(sorted(found.items()))
 
     def whole(self, save: Save) -> bool:
-        """Whether all files are there, somewhere."""
+        """True if each file of the checkpoint can be read on some site."""
         return len(self.holders(save)) == save.sites
 
     def cut_short(self, save: Save) -> bool:
-        """Whether it was never finished, as where the sites were killed while they wrote it."""
+        """True if the checkpoint was never finished, as where sites were killed while writing."""
         marked = any(save in seen and seen[save].unfinished for seen in self.listings)
         return marked and not self.damaged(save) and not self.whole(save)
 
     def damaged(self, save: Save) -> bool:
-        """Whether one of its files turned out to be unreadable."""
+        """True if a file of the checkpoint turned out to be unreadable."""
         return any(bad == save for _, bad, _ in self.bad)
 
     def strangers(self, save: Save) -> list[int]:
-        """The sites that see nothing of it, though they see others that were finished."""
+        """Returns the ranks without a file of the checkpoint that have another, finished one."""
         return [
             rank
             for rank, listing in enumerate(self.listings)
@@ -132,7 +132,7 @@ class Overview:
         ]
 
     def choose(self, allowed: Allowed) -> Selection | None:
-        """The newest checkpoint of which all files are there, somewhere."""
+        """Selects the newest usable checkpoint, and readers of its files; None if there is none."""
         known = [s for s in self.saves if allowed.allow_foreign or not self.strangers(s)]
         usable = [save for save in known if self.whole(save)]
         if not usable and allowed.allow_lost:
@@ -147,9 +147,9 @@ class Overview:
         return Selection(usable[-1], readers)
 
     def require_nothing(self, folder: Path, problems: Sequence[str]) -> None:
-        """Checks that where no checkpoint can be used there has never been one.
+        """Raises unless there has never been a complete checkpoint.
 
-        A first one that was cut short is none: training begins anew, as it did then.
+        A first checkpoint that was cut short does not count: training begins anew, as it did then.
 
         Raises:
             UnusableError: there has been one.
@@ -159,7 +159,7 @@ class Overview:
             raise UnusableError(folder, problems, way)
 
     def passed_over(self, selection: Selection | None) -> list[str]:
-        """What is newer but cannot be used, and why; of files that were read it is known."""
+        """Returns why newer checkpoints cannot be used; damage was noted when they were read."""
         newer = [save for save in self.saves if selection is None or save > selection.save]
         return [line for save in newer if not self.damaged(save) for line in self._why_not(save)]
 

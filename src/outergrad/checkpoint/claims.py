@@ -1,7 +1,7 @@
-"""What the other sites say, checked before a folder is looked into for it.
+"""Validation of what the other sites send, before any file is opened for it.
 
-Another site may be in the hands of somebody else. What it says becomes names of files here, so
-that it must have the form of what this library sends.
+Another site may be in the hands of somebody else. Its messages become names of files here, so that
+they must have the form that this library sends.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ T = TypeVar("T")
 
 
 def understood(told: Sequence[Any], form: Callable[[int, Any], T], what: str) -> list[T]:
-    """What every site has told, in the form that it must have.
+    """Returns the parsed messages of all sites.
 
-    All sites are told the same, so that all raise the same.
+    All sites have received the same messages, so that all raise the same error.
 
     Args:
-        told: by rank.
-        form: makes it of a rank and what that told, or raises.
-        what: it is about.
+        told: messages, by rank.
+        form: parses a message, given its rank; raises if the message is malformed.
+        what: subject of the messages, for the error.
 
     Raises:
-        ValueError: a site has told something else; names it.
+        ValueError: a message is malformed; names the site that sent it.
     """
     found: list[T] = []
     for rank, one in enumerate(told):
@@ -43,33 +43,33 @@ def understood(told: Sequence[Any], form: Callable[[int, Any], T], what: str) ->
 
 
 def number(_: int, told: Any) -> int:
-    """A whole number, 0 or more."""
+    """Checks that a message is a whole number of 0 or more."""
     if type(told) is not int or told < 0:
         raise ValueError(f"{told!r} is no whole number of 0 or more")
     return told
 
 
 def numbers(rank: int, told: Any) -> list[int]:
-    """A list of those."""
+    """Checks that a message is a list of whole numbers of 0 or more."""
     if not isinstance(told, list):
         raise ValueError(f"{told!r} is no list")
     return [number(rank, one) for one in told]
 
 
 def mark(rank: int, told: Any) -> str:
-    """The name of the file by which sites find out who shares their folder."""
+    """Checks that a message names the file by which sites find others that share their folder."""
     if not re.fullmatch(rf"\.here-{rank}-[0-9a-f]{{8}}", told):
         raise ValueError(f"{told!r} is no name of a mark of its own")
     return told
 
 
 def listed(mine: Listing) -> list[Any]:
-    """What a site sees, to be told."""
+    """Returns this site's listing as a message of JSON values."""
     return [[s.step, s.sites, s.id, s_.files, s_.unfinished, s_.problem] for s, s_ in mine.items()]
 
 
 def listing(rank: int, told: Any) -> dict[Save, Seen]:
-    """What another one sees."""
+    """Parses the listing of another site."""
     found: dict[Save, Seen] = {}
     for step, sites, token, files, unfinished, problem in told:
         save = Save(number(rank, step), number(rank, sites), token)
@@ -80,11 +80,11 @@ def listing(rank: int, told: Any) -> dict[Save, Seen]:
 def outcome_of(
     selection: Selection,
 ) -> Callable[[int, Any], tuple[dict[int, str], dict[int, int]]]:
-    """The form of what came of reading the files of a checkpoint.
+    """Returns the parser of the messages about reading the files of a checkpoint.
 
     Returns:
-        Makes, per number, why a file cannot be read, and of the others the ranks of the sites that
-        saved them.
+        Function that returns two dicts by the number of the site that saved: the reasons why files
+        cannot be read; and, of the other files, the rank of that site when it saved.
     """
 
     def form(rank: int, told: Any) -> tuple[dict[int, str], dict[int, int]]:

@@ -23,25 +23,26 @@ if TYPE_CHECKING:
 
 
 class DCPState:
-    """What to put beside the model into the dict that DCP saves, and into that which it loads.
+    """A session as an entry of the dict that DCP saves or loads, beside the model.
 
         dcp.save({"model": model, "session": og.DCPState(session)}, checkpoint_id=path)
         dcp.load({"model": model, "session": og.DCPState(session, path)}, checkpoint_id=path)
 
-    DCP keeps of what has the same name on several sites one copy; a session is another one on each
-    site, so each has a name of its own here. What is loaded may have been saved by more or fewer
-    sites. Random streams (torch, NumPy, Python) are in it, too.
+    DCP keeps one copy of values that have the same name on several sites. A session differs between
+    sites, so that each has a name of its own here. The loaded state may have been saved by more or
+    fewer sites. It includes the random streams (torch, NumPy, Python).
 
     Args:
-        session: what `og.distribute` returned.
-        saved: to load: where that is, the `checkpoint_id` of `dcp.load`, or its storage reader.
-        name: of the session, where a checkpoint holds several.
-        **own: what differs between the sites and must not be in the dict itself: with
+        session: session that `og.distribute` returned.
+        saved: to load: location of the checkpoint, as the `checkpoint_id` of `dcp.load` or as its
+            storage reader.
+        name: name of the session, where a checkpoint holds several.
+        **own: objects that differ between the sites and must not be in the dict itself: with
             `og.Local` parameters or `og.LocalSteps` the model and the optimizer, as `model=` and
             `optimizer=`; else, if wanted, samplers, a `torch.Generator`.
 
     Raises:
-        ValueError: of the model DCP would keep one site's, though each has its own.
+        ValueError: DCP would keep the model of one site, though each site has its own.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class DCPState:
     # -- what DCP calls -------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
-        """This site's state under its name; to load, room for what was saved."""
+        """Returns this site's state under its name; to load, empty tensors for the saved states."""
         comm = self._session.transport()
         rank, sites = comm.rank, comm.world_size
         if self._saved is None:
@@ -78,10 +79,10 @@ class DCPState:
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Goes on from what was read; all sites check it together.
+        """Resumes from the loaded states; all sites check them together.
 
         Raises:
-            ValueError: on all sites: it does not fit one of them.
+            ValueError: on all sites: the state does not fit one of them.
         """
         comm = self._session.transport()
         found = [unpacked(blob.numpy().tobytes()) for blob in _in_order(state_dict)]
@@ -109,12 +110,12 @@ class DCPState:
         return f"outergrad-{self._name}-site-{rank}-of-{sites}"
 
     def _sizes(self, saved: str | Path | StorageReader) -> list[int]:
-        """Of the blobs of all sites that there were.
+        """Returns the sizes in bytes of the saved states, by rank of the sites that saved them.
 
         Raises:
-            ValueError: there is none of this name.
+            ValueError: there is no session of this name.
         """
-        # DCP imports half a second of modules: only who uses it waits for them.
+        # DCP's imports take half a second, so that only users of DCP pay for them.
         from torch.distributed.checkpoint.filesystem import FileSystemReader
 
         reader = FileSystemReader(saved) if isinstance(saved, str | Path) else saved
@@ -133,6 +134,6 @@ class DCPState:
 
 
 def _in_order(state_dict: StateDict) -> list[Tensor]:
-    """The blobs in the order of the sites that saved them."""
+    """Returns the saved states in the order of the ranks that saved them."""
     rank_of = {key: int(re.findall(r"\d+", key)[-2]) for key in state_dict}
     return [state_dict[key] for key in sorted(state_dict, key=rank_of.__getitem__)]

@@ -1,4 +1,4 @@
-"""The files of checkpoints: names, whole or not at all, checked when read."""
+"""Files of checkpoints: their names, atomic writes, and checks when they are read."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from outergrad.core.types import StateDict
 _SAVE = re.compile(r"step-([0-9]{8,18})-of-([1-9][0-9]{0,5})-([0-9a-f]{6})")
 _SITE = re.compile(r"site-(0|[1-9][0-9]{0,17})\.pt")
 _UNFINISHED = "unfinished"
-"""A file that stands in the folder of a checkpoint until all sites have written theirs."""
+"""Mark in the folder of a checkpoint until all sites have written their files."""
 
 _PARTS = ("rank", "session", "parts", "own", "random")
-"""What a site saves."""
+"""Keys of a site's state."""
 
 
 class DamagedError(ValueError):
-    """A file is not what it should be; names it."""
+    """A file is damaged, missing, or of another kind; the error names it."""
 
 
 @dataclass(frozen=True, order=True)
 class Save:
-    """One checkpoint: a folder with a file per site.
+    """Name of one checkpoint: a folder with a file per site.
 
     Attributes:
-        step: that it was saved after.
-        sites: how many files make it whole.
-        id: six hexadecimal digits that tell it from another of the same step, of which it must
-            not have a file.
+        step: number of completed steps when it was saved.
+        sites: number of files that make it complete.
+        id: six hexadecimal digits that tell it from another checkpoint of the same step, so that
+            their files do not mix.
     """
 
     step: int
@@ -48,7 +48,7 @@ class Save:
     id: str
 
     def __post_init__(self) -> None:
-        """Checks that it names a folder, and none elsewhere.
+        """Checks that the text names a checkpoint's folder, and no path elsewhere.
 
         Raises:
             ValueError: it does not.
@@ -62,11 +62,11 @@ class Save:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a site sees of a checkpoint.
+    """A checkpoint as one site sees it.
 
     Attributes:
         files: numbers of the sites whose files are there.
-        unfinished: whether it has not been written to its end everywhere.
+        unfinished: whether the mark of an unfinished checkpoint is there.
         problem: why its folder cannot be looked into; empty if it can.
     """
 
@@ -76,21 +76,21 @@ class Seen:
 
 
 Listing = Mapping[Save, Seen]
-"""What a site sees in its folder."""
+"""Checkpoints that a site sees in its folder."""
 
 
 def site_file(folder: Path, save: Save, number: int) -> Path:
-    """Where a site's part of a checkpoint is."""
+    """Returns the path of a site's own part of a checkpoint."""
     return folder / str(save) / f"site-{number}.pt"
 
 
 def shared_file(folder: Path, save: Save, first: int) -> Path:
-    """Where the tensors are that the sites which share this folder have alike."""
+    """Returns the path of the tensors that are identical on all sites of this folder."""
     return folder / str(save) / f"shared-{first}.pt"
 
 
 def saves_in(folder: Path) -> dict[Save, Seen]:
-    """The checkpoints of which there is something; none where there is no folder.
+    """Returns the checkpoints, complete or not, in a folder; none where there is no folder.
 
     Raises:
         OSError: the folder cannot be looked into.
@@ -114,7 +114,7 @@ def _seen(path: Path) -> Seen:
 
 
 def begin(folder: Path, save: Save) -> None:
-    """Makes the folder of a checkpoint, marked as unfinished: nothing in it counts as lost.
+    """Makes the folder of a checkpoint, marked as unfinished: no missing file counts as lost.
 
     Raises:
         OSError: it cannot be made.
@@ -129,7 +129,7 @@ def begin(folder: Path, save: Save) -> None:
 
 
 def finish(folder: Path, save: Save) -> None:
-    """All sites have written theirs.
+    """Removes the mark of a checkpoint of which all sites have written their files.
 
     Raises:
         OSError: the mark cannot be removed.
@@ -138,9 +138,9 @@ def finish(folder: Path, save: Save) -> None:
 
 
 def take_back(folder: Path, save: Save, number: int, rank: int) -> None:
-    """Removes what a site has written of a checkpoint that another could not write.
+    """Removes this site's files of a checkpoint that another site could not write.
 
-    The last of the sites that share the folder removes it.
+    The last of the sites that share the folder removes the folder.
     """
     own = [site_file(folder, save, number), shared_file(folder, save, rank)]
     for path in own:
@@ -153,7 +153,7 @@ def take_back(folder: Path, save: Save, number: int, rank: int) -> None:
 
 
 def remove(folder: Path, save: Save) -> None:
-    """Removes a checkpoint.
+    """Removes a checkpoint, if it is there.
 
     Raises:
         OSError: it cannot be removed.
@@ -163,7 +163,7 @@ def remove(folder: Path, save: Save) -> None:
 
 
 def write(path: Path, value: Any) -> None:
-    """Writes a file: it is there as a whole, also after a loss of power, or not at all.
+    """Writes a file atomically: even after a loss of power it is there as a whole, or not at all.
 
     Raises:
         OSError: it cannot be written.
@@ -173,20 +173,20 @@ def write(path: Path, value: Any) -> None:
 
 
 def read(path: Path) -> Any:
-    """The content of a file, checked against its check sums.
+    """Returns the content of a file, after its check sums were compared.
 
     Raises:
-        DamagedError: it is missing, cut short, changed, or no such file.
+        DamagedError: the file is missing, cut short, changed, or of another kind.
     """
     with _checked(path):
         return load_plain(path)
 
 
 def check(folder: Path, save: Save) -> None:
-    """Reads every file of a checkpoint in a folder, without taking it into memory.
+    """Compares the check sums of every file of a checkpoint, without loading it into memory.
 
     Raises:
-        DamagedError: one cannot be read.
+        DamagedError: a file cannot be read.
     """
     for path in sorted((folder / str(save)).glob("*.pt")):
         with _checked(path):
@@ -195,7 +195,7 @@ def check(folder: Path, save: Save) -> None:
 
 @contextmanager
 def _checked(path: Path) -> Iterator[None]:
-    """Compares check sums first; names the file in the error if these or the block fail."""
+    """Compares check sums before the block; names the file in the error if either fails."""
     try:
         if path.exists() and not path.is_file():
             raise ValueError("it is no file")
@@ -210,7 +210,7 @@ def _checked(path: Path) -> Iterator[None]:
 
 
 def read_site(folder: Path, save: Save, number: int) -> StateDict:
-    """What a site saved, with the tensors that it had in common with others in this folder.
+    """Returns the state that a site saved, with the tensors that it shares with others.
 
     Raises:
         DamagedError: it cannot be read.

@@ -1,4 +1,4 @@
-"""The sites find a checkpoint together, and each gets of it what it goes on from."""
+"""Resuming: the sites choose a checkpoint together, and send each other the states they need."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from outergrad.core.transport import Comm
 from outergrad.core.types import StateDict
 
 Read = dict[int, StateDict]
-"""What a site has read: states by the number of the site that saved them."""
+"""States that a site has read, by the number of the site that saved them."""
 
 
 @dataclass(frozen=True)
 class GoingOn:
-    """What this site goes on from.
+    """State that this site resumes from.
 
     Attributes:
         save: the checkpoint.
-        restored: the same in words.
+        restored: summary of it for the user.
         parts: states of model, optimizer and others.
-        random: random streams, if it is what this very site saved.
-        session: what to give to `load_state_dict`, if there was a session.
+        random: random streams, if this very site saved them.
+        session: argument of the session's `load_state_dict`, if there was a session.
     """
 
     save: Save
@@ -42,22 +42,22 @@ class GoingOn:
 def found_by_all(
     comm: Comm, folder: Path, numbers: Sequence[int], allowed: Allowed
 ) -> tuple[GoingOn | None, list[str], Overview]:
-    """Finds the newest checkpoint that can be used, and why newer ones cannot.
+    """Finds the newest checkpoint that can be used, and the reasons why newer ones cannot.
 
     Args:
         comm: the transport.
-        folder: of this site.
-        numbers: of the sites, by rank.
-        allowed: what may be missing.
+        folder: folder of this site.
+        numbers: numbers of the sites, by rank.
+        allowed: permissions to resume from an incomplete checkpoint.
 
     Returns:
-        What this site goes on from, if there is something; newer checkpoints and files that could
-        not be used, and why; and all that the sites see.
+        State that this site resumes from, if any; lines about newer checkpoints and files that
+        could not be used; and all that the sites see.
 
     Raises:
         OSError: this site cannot look into its folder.
-        UnusableError: on all sites: there is something, and none of it can be used.
-        ValueError: another one cannot look into its folder, or says what cannot be.
+        UnusableError: on all sites: there are checkpoints, and none can be used.
+        ValueError: another site cannot look into its folder, or sent a malformed message.
     """
     overview = Overview(_listings(comm, folder, allowed), numbers)
     skipped: list[str] = []
@@ -91,7 +91,7 @@ def _listings(comm: Comm, folder: Path, allowed: Allowed) -> list[Listing]:
 def _read_by_all(
     comm: Comm, folder: Path, selection: Selection
 ) -> tuple[Read, dict[int, int], dict[tuple[int, Save, int], str]]:
-    """The states that this site reads, the ranks of all that were read, and what failed."""
+    """Returns the states that this site read, the saving ranks of all read files, and failures."""
     save, read, failed = selection.save, Read(), dict[int, str]()
     for number in selection.read_by(comm.rank):
         try:
@@ -109,16 +109,16 @@ def _read_by_all(
 
 
 def _received(comm: Comm, cast: Cast, read: Read, skipped: Sequence[str]) -> GoingOn:
-    """Every site sends what it has read to those who need it.
+    """Sends what this site has read to the sites that need it, and puts its own state together.
 
     Raises:
-        ValueError: on all sites: a file or a letter has not the content of a checkpoint.
+        ValueError: on all sites: a file or a message has not the content of a checkpoint.
     """
     letters: list[list[StateDict]] = [[] for _ in range(comm.world_size)]
     found, error, save = None, None, cast.selection.save
     try:
         letters = [cast.letters(read, rank) for rank in range(comm.world_size)]
-    except Exception as raised:  # of content that nobody has checked
+    except Exception as raised:  # the content is unchecked
         error = raised
     own, letters[comm.rank] = letters[comm.rank], []
     came = swapped(comm, [packed(some) if some else b"" for some in letters])
@@ -135,7 +135,7 @@ def _received(comm: Comm, cast: Cast, read: Read, skipped: Sequence[str]) -> Goi
 
 
 def _put_together(cast: Cast, letters: Sequence[StateDict], skipped: Sequence[str]) -> GoingOn:
-    """What the letters come to; this site's own are the first, and count before all others."""
+    """Puts the letters together; this site's own come first, and override all others."""
     mine = next((letter for letter in letters if "parts" in letter), None)
     if mine is None:
         raise ValueError("no site has sent this one's part")

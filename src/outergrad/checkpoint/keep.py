@@ -1,4 +1,4 @@
-"""Which checkpoints are removed when newer ones are there."""
+"""Removal of checkpoints that newer ones replace."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ _LOG = logging.getLogger("outergrad")
 
 
 class Kept:
-    """The checkpoints of a folder of which all but the last are removed.
+    """Checkpoints of a folder, of which all but the newest are removed.
 
-    These are those that this run has written or gone on from, and whole ones before that, which
-    are read again before they go. What could not be read is never removed: somebody may mend it.
+    These are the checkpoints that this run has written or resumed from, and older complete ones,
+    which are read again before they are removed. Unreadable checkpoints are never removed: somebody
+    may repair them.
 
     Args:
-        folder: of this site.
-        keep: how many to keep.
+        folder: folder of this site.
+        keep: number of checkpoints to keep.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
@@ -30,22 +31,22 @@ class Kept:
         self._cut_short: set[Save] = set()
 
     def found(self, overview: Overview, newest: Save) -> None:
-        """Some are there already.
+        """Notes the checkpoints that are there already.
 
         Args:
-            overview: of all.
-            newest: the one that is gone on from.
+            overview: checkpoints that the sites see.
+            newest: checkpoint that the training resumes from.
         """
         saves = overview.saves
         self._saves = [save for save in saves if save < newest and overview.whole(save)]
         self._unread, self._cut_short = {*self._saves}, {*filter(overview.cut_short, saves)}
 
     def add(self, save: Save) -> None:
-        """One has been written or read everywhere."""
+        """Notes a checkpoint that all sites have written or read."""
         self._saves.append(save)
 
     def tidy(self) -> None:
-        """Removes what is not to be kept; warns of what cannot be removed."""
+        """Removes surplus and cut-short checkpoints; warns of those that cannot be removed."""
         gone, self._saves = self._saves[: -self._keep], self._saves[-self._keep :]
         for save in gone:
             self._remove(save, check=save in self._unread)

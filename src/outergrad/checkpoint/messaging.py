@@ -1,4 +1,4 @@
-"""Bytes of any length from site to site, over the transport of a session."""
+"""Messages of any length between sites, over the transport of a session."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from outergrad.core.transport import Comm
 from outergrad.messages.raw import as_tensor
 
 _END = b"\0"
-"""Behind every message: none may be empty."""
+"""Last byte of every message, so that none is empty."""
 
 
 def gathered(comm: Comm, value: Any) -> list[Any]:
-    """What every site has to tell, as JSON has it, on every site.
+    """All-gathers a JSON value; returns the values by rank.
 
     Raises:
-        ValueError: on all sites: one sent something else.
+        ValueError: on all sites: a site sent something else.
     """
     message = _message(json.dumps(value).encode())
     lengths = comm.all_gather(torch.tensor([len(message)]), [1] * comm.world_size).wait()
@@ -32,11 +32,11 @@ def gathered(comm: Comm, value: Any) -> list[Any]:
 
 
 def swapped(comm: Comm, letters: Sequence[bytes]) -> list[bytes]:
-    """What every site has for this one.
+    """Sends a message to every site (all-to-all); returns the messages for this site, by rank.
 
     Args:
         comm: the transport.
-        letters: for each site what it gets; may be empty.
+        letters: messages for each site, by rank; may be empty.
     """
     parts = [_message(letter) for letter in letters]
     mine = torch.tensor([len(part) for part in parts])
@@ -46,17 +46,17 @@ def swapped(comm: Comm, letters: Sequence[bytes]) -> list[bytes]:
 
 
 def packed(value: Any) -> bytes:
-    """Containers of tensors, numbers and text as bytes."""
+    """Serialises containers of tensors, numbers and text."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
 
 
 def unpacked(content: bytes) -> Any:
-    """The same again.
+    """Deserialises the bytes of `packed`.
 
     Raises:
-        ValueError: it would take more memory than it has bytes, or is nothing of that.
+        ValueError: they would take more memory than there are bytes, or have another content.
     """
     refuse_compressed(content)
     return load_plain(io.BytesIO(content))
@@ -78,9 +78,9 @@ def _content(message: Tensor) -> bytes:
 
 
 def refuse_compressed(content: bytes) -> None:
-    """Checks an archive before it is read: `torch.save` compresses nothing.
+    """Raises if an archive is compressed: `torch.save` compresses nothing.
 
-    A compressed one of 131 kB can take 134 MB of memory.
+    A compressed archive of 131 kB can take 134 MB of memory.
 
     Raises:
         ValueError: it is no archive, or one that takes more memory than there are bytes.

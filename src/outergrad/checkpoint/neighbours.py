@@ -1,4 +1,4 @@
-"""Which sites see the same folder."""
+"""Detection of sites that share a folder."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from outergrad.core.transport import Comm
 def first_of_folder(
     comm: Comm, folder: Path, lines: list[str], error: Exception | None
 ) -> list[int]:
-    """Of every site the first one that shares its folder, itself if it has one of its own.
+    """Returns, by rank, the lowest rank that shares each site's folder; its own if none does.
 
-    Each leaves a file there and looks for those of the others.
+    Each site leaves a file in its folder and looks for the files of the others.
 
     Args:
         comm: the transport.
-        folder: of this site; made if there is none.
-        lines: what the sites must have in common besides.
-        error: what is wrong on this site already, if anything.
+        folder: folder of this site; created if missing.
+        lines: further description that the sites must have in common.
+        error: error of this site so far, if any.
 
     Raises:
         OSError: this site cannot write there.
-        ValueError: another one cannot, they differ, or one names a file elsewhere.
+        ValueError: another site cannot write, the descriptions differ, or a site names a file
+            elsewhere.
     """
     mark = folder / f".here-{comm.rank}-{secrets.token_hex(4)}"
     try:

@@ -1,4 +1,4 @@
-"""What is saved beside the session: model, optimizer and others, and what of it is a site's own."""
+"""State that is saved beside the session: model, optimizer and others, and its local part."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from outergrad.checkpoint.random_state import random_state
 from outergrad.core.types import StateDict, Stateful
 
 Saveable = Stateful | torch.Generator
-"""What can be saved."""
+"""Objects that can be saved."""
 
 
 class Parts:
-    """The things that are saved, by name.
+    """Objects whose state is saved, by name.
 
     Args:
-        parts: "model" and "optimizer" among them are looked at for what is a site's own.
+        parts: the objects; state local to this site is looked for in "model" and "optimizer".
         local: names of parameters and buffers that each site keeps to itself.
 
     Raises:
-        TypeError: a part has no state.
+        TypeError: an object has no state.
     """
 
     def __init__(self, parts: Mapping[str, Saveable], local: Collection[str]) -> None:
@@ -38,13 +38,14 @@ class Parts:
 
     @property
     def names(self) -> list[str]:
-        """Of the parts."""
+        """Sorted names of the parts."""
         return sorted(self._parts)
 
     def state(self) -> StateDict:
-        """Of every part, what of it no other site may get, and the random streams.
+        """Returns the states of all parts, which of them are local, and the random streams.
 
-        What is a site's own is told by names in the model, places in the optimizer, generators.
+        Local state, which no other site may get, is listed as names in the model, indices in the
+        optimizer, and names of generators.
         """
         generators = [n for n, part in self._parts.items() if isinstance(part, torch.Generator)]
         return {
@@ -54,7 +55,7 @@ class Parts:
         }
 
     def _slots(self) -> list[int]:
-        """Places of a site's own parameters in the optimizer's state."""
+        """Returns the indices of local parameters in the optimizer's state."""
         model, optimizer = self._parts.get("model"), self._parts.get("optimizer")
         if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
             return []
@@ -63,7 +64,7 @@ class Parts:
         return [index for index, p in enumerate(params) if id(p) in own]
 
     def load(self, states: StateDict, *, new: bool) -> None:
-        """Goes on from saved states; what is a site's own is not among those for a new site.
+        """Loads saved states; those for a new site lack what is local to another site.
 
         Raises:
             ValueError: other parts were saved, or they do not fit.
@@ -91,11 +92,11 @@ class Parts:
 
 
 def for_a_new_site(states: StateDict, own: StateDict) -> StateDict:
-    """What a site may get that saved nothing: all but what is another's own.
+    """Returns the states for a site that saved nothing, without what is local to another site.
 
     Args:
-        states: of all parts.
-        own: what `Parts.state` told of that when they were saved.
+        states: states of all parts.
+        own: local state, as `Parts.state` listed it when they were saved.
     """
     found = {name: state for name, state in states.items() if name not in own["parts"]}
     if own["model"]:

@@ -1,4 +1,4 @@
-"""The random streams of a process as plain tensors and numbers, and back."""
+"""Random streams of a process as plain tensors and numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outergrad.core.types import StateDict
 
 
 def random_state() -> StateDict:
-    """Where the streams of torch (CPU, and CUDA if in use), NumPy and Python are."""
+    """Returns the random states of torch (CPU, and CUDA if in use), NumPy and Python."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     words = np.asarray(keys, np.int64)
     version, numbers, next_gauss = random.getstate()
@@ -24,7 +24,7 @@ def random_state() -> StateDict:
 
 
 def set_random_state(state: StateDict) -> None:
-    """Draws go on from there; on CUDA only if there are as many devices."""
+    """Sets the random states; those of CUDA only if there are as many devices."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,4 +1,4 @@
-"""What a training goes on from, in words."""
+"""Summary of a restored checkpoint."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What `og.Checkpoints.restore` found.
+    """Summary of what `og.Checkpoints.restore` found.
 
     Attributes:
-        step: that was saved: the number of the last step that is done.
-        saved_sites: how many sites saved it.
-        sites: how many there are now.
-        lost: of how many of those nothing is left.
-        new: numbers of the sites that it holds nothing of.
+        step: number of completed steps when it was saved.
+        saved_sites: number of sites that saved it.
+        sites: number of sites now.
+        lost: number of the saving sites of which nothing is left.
+        new: numbers of the present sites of which it holds nothing.
         skipped: newer checkpoints and files that could not be used, and why.
     """
 
@@ -27,7 +27,7 @@ class Restored:
 
     @property
     def exact(self) -> bool:
-        """Whether training goes on to the bit as if it had not been interrupted."""
+        """True if training continues bit for bit as without the interruption."""
         return self.sites == self.saved_sites and not self.lost and not self.new
 
     def __str__(self) -> str:

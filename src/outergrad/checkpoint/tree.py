@@ -1,4 +1,4 @@
-"""States as trees: which of their tensors several sites have alike, and trees without these."""
+"""States as trees: digests of their tensors, and trees without some of them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from outergrad.messages.raw import digest
 
 _ELSEWHERE = "outergrad: tensor elsewhere"
-"""Key of what stands in a tree for a tensor that is kept beside it."""
+"""Key of the mark that replaces a tensor which is stored in another file."""
 
 
 def tensors(tree: Any) -> list[tuple[str, Tensor]]:
-    """Every ordinary tensor of a tree of dicts, lists and tuples, by its place."""
+    """Returns every dense, real tensor in a tree of dicts, lists and tuples, with its path."""
     found: list[tuple[str, Tensor]] = []
 
     def note(leaf: Any, place: str) -> None:
@@ -28,29 +28,29 @@ def tensors(tree: Any) -> list[tuple[str, Tensor]]:
 
 
 def digests(tree: Any) -> dict[int, str]:
-    """The place of every tensor, by a digest of the place, the form and the content."""
+    """Returns the path of every tensor, by a digest of its path, shape, dtype and content."""
     forms = ((f"{place}: {tuple(t.shape)} {t.dtype}", place, t) for place, t in tensors(tree))
     return {digest(form.encode(), [t]): place for form, place, t in forms}
 
 
 def without(tree: Any, elsewhere: Collection[str]) -> Any:
-    """The tree with marks for the tensors of some places."""
+    """Returns the tree with marks in place of the tensors at some paths."""
     return _mapped(tree, lambda leaf, at: {_ELSEWHERE: at} if at in elsewhere else leaf)
 
 
 def whole(tree: Any, elsewhere: Mapping[str, Tensor]) -> Any:
-    """The tree with the tensors that its marks stand for.
+    """Returns the tree with the tensors in place of its marks.
 
     Raises:
-        KeyError: one is not there.
+        KeyError: a tensor is missing.
     """
     return _mapped(tree, lambda leaf, _: elsewhere[leaf[_ELSEWHERE]] if _marks(leaf) else leaf)
 
 
 def _mapped(tree: Any, change: Callable[[Any, str], Any], place: str = "") -> Any:
-    """The tree with its leaves changed, by what they are and their place."""
+    """Returns the tree with each leaf replaced by `change(leaf, path)`."""
     if isinstance(tree, dict) and not _marks(tree):
-        new = copy.copy(tree)  # a model's state has its versions in an attribute
+        new = copy.copy(tree)  # keeps `_metadata`, a model's versions
         new.update({k: _mapped(item, change, f"{place}/{k!r}") for k, item in tree.items()})
         return new
     if type(tree) in (list, tuple):

@@ -1,4 +1,4 @@
-"""One checkpoint is written by all sites, or by none."""
+"""Writer of one checkpoint on all sites, or on none."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _TOGETHER = "call it on every site, after the same step"
 
 
 class Writer:
-    """Writes what the sites have, what is alike in a shared folder once.
+    """Writes the states of the sites; identical tensors in a shared folder are written once.
 
     Args:
         comm: the transport.
-        folder: of this site.
-        number: of this site.
-        firsts: of every site the first one in its folder.
+        folder: folder of this site.
+        number: number of this site.
+        firsts: lowest rank that shares each site's folder, by rank.
 
     Attributes:
-        first: whether this site does what is to be done once in a folder.
+        first: whether this site does what has to be done once per folder.
     """
 
     def __init__(self, comm: Comm, folder: Path, number: int, firsts: Sequence[int]) -> None:
@@ -43,15 +43,15 @@ class Writer:
         self._proven = False
 
     def write(self, step: int, state_of: Callable[[], StateDict]) -> Save:
-        """Writes a checkpoint; an error leaves nothing of it.
+        """Writes a checkpoint; an error leaves nothing of it, unless a site is lost.
 
         Args:
-            step: that is done.
-            state_of: of this site.
+            step: number of completed steps.
+            state_of: returns the state of this site.
 
         Raises:
             ValueError: on all sites: they are not at the same step, or another could not write.
-            Exception: what this site could not do.
+            Exception: the error of this site.
         """
         state, error = {}, None
         try:
@@ -68,7 +68,7 @@ class Writer:
         return save
 
     def _settled(self, step: int, state: StateDict) -> tuple[Save, set[str]]:
-        """The name of a checkpoint, and the tensors that all have alike who share this folder."""
+        """Returns the name of a checkpoint, and the paths of tensors identical in this folder."""
         mine = digests(state) if self._shares else {}
         told = gathered(self._comm, [secrets.token_hex(3), list(mine)])
         sites = self._comm.world_size
@@ -86,7 +86,7 @@ class Writer:
         shared_with = self._first if alike else None
         files.write(path, {"shared": shared_with, "state": without(state, alike)})
         if not self._proven:
-            files.read(path)  # before hours depend on it
+            files.read(path)  # checks once that files can be read back
             self._proven = True
 
     def _end(self, save: Save, error: Exception | None) -> None:
@@ -100,7 +100,7 @@ class Writer:
         self.finish(save)
 
     def finish(self, save: Save) -> None:
-        """All sites have written theirs; a mark that stays does no harm."""
+        """Removes the mark of an unfinished checkpoint, once all sites have written theirs."""
         if self.first:
             with suppress(OSError):
                 files.finish(self._folder, save)

@@ -1,1 +1,1 @@
-"""outergrad within other training libraries: a file or folder of each alone imports it."""
+"""outergrad within other training libraries: only the file or folder of a library imports it."""

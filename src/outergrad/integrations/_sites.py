@@ -1,4 +1,4 @@
-"""What each site saves beside the checkpoint of a library, and how it goes on from that."""
+"""State that each site saves beside the checkpoint of a library, and resumes from."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from outergrad.core.types import StateDict, Stateful
 from outergrad.session.session import Session
 
 SiteReader = Callable[[int], StateDict | None]
-"""What the site of a rank has saved, or None."""
+"""Returns the state that the site of a rank has saved, or None."""
 
 
 def site_state(session: Session, model: nn.Module, optimizers: Sequence[Stateful]) -> StateDict:
-    """What the checkpoint of rank 0 does not say of this site.
+    """Returns the state of this site that the checkpoint of rank 0 lacks.
 
-    That is the session and the buffers; where parameters are the site's own (`og.Local()`,
+    That is the session and the buffers; where parameters are local to the site (`og.Local()`,
     `og.LocalSteps`), the whole model and the optimizers, too.
     """
     state, tensors = session.state_dict(), model.state_dict()
@@ -33,15 +33,15 @@ def site_state(session: Session, model: nn.Module, optimizers: Sequence[Stateful
 
 
 def needed(read: SiteReader, rank: int, sites: int) -> list[StateDict]:
-    """A site's own state, or those of all sites if their number has changed.
+    """Reads this site's own state, or those of all sites if their number has changed.
 
     Args:
-        read: reads them.
-        rank: this site.
-        sites: how many there are now.
+        read: reads the state of a rank.
+        rank: rank of this site.
+        sites: number of sites now.
 
     Returns:
-        Nothing if nothing was saved.
+        The states; none if nothing was saved.
 
     Raises:
         FileNotFoundError: states of some sites are missing.
@@ -62,11 +62,11 @@ def needed(read: SiteReader, rank: int, sites: int) -> list[StateDict]:
 def resume(
     read: SiteReader, session: Session, model: nn.Module, optimizers: Sequence[Stateful]
 ) -> None:
-    """Goes on from what was saved, when the library has loaded model and optimizers. On all sites.
+    """Resumes from the saved states. Call it on all sites, once model and optimizers are loaded.
 
     Raises:
-        ValueError: the sites do not have states of the same checkpoint; the same on all sites.
-        Exception: what was saved cannot be read on this site; the others raise a ValueError.
+        ValueError: on all sites: they do not have states of the same checkpoint.
+        Exception: this site cannot read its states; the other sites raise a ValueError.
     """
     states, error = list[StateDict](), None
     try:
@@ -97,6 +97,6 @@ def _warn_of_nothing() -> None:
 def agree_on(
     model: nn.Module, lines: Sequence[str], remedy: str, error: Exception | None = None
 ) -> None:
-    """Raises the same ValueError on all sites of the default group if they differ."""
+    """Raises the same ValueError on all sites of the default group if their lines differ."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     agree(TorchDistributed().open(device), lines, error, remedy)

@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: a model that outergrad shares, in a loop around an `Accelerator`."""
+"""Hugging Face Accelerate: shares a model's gradients in a loop around an `Accelerator`."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def distribute(
 
     Call it before `accelerator.prepare`, which then leaves the model as it is and prepares the
     rest as always. `accumulate`, `no_sync`, `backward` and `clip_grad_norm_` do what they do with
-    DDP; `save_state` and `load_state` include the session, of every site in a file of its own.
-    Call `session.detach()` at the end.
+    DDP. `save_state` and `load_state` include the session, in one file per site. Call
+    `session.detach()` at the end.
 
     Args:
-        accelerator: of this process; its processes are the sites.
-        model: not prepared yet; moved to the accelerator's device.
+        accelerator: accelerator of this process; its processes are the sites.
+        model: model that is not prepared yet; it is moved to the accelerator's device.
         method: as for `og.distribute`.
         recorder: as for `og.distribute`.
         rules: as for `og.distribute`.
@@ -65,11 +65,11 @@ def distribute(
 
 
 def own_loader(accelerator: Accelerator, loader: DataLoader) -> DataLoader:
-    """Prepares a loader of this site's own data: nothing of it is for other processes.
+    """Prepares a loader of this site's own data: it is not divided between the processes.
 
     Args:
-        accelerator: of this process.
-        loader: not prepared yet; give it as many batches per epoch on every site.
+        accelerator: accelerator of this process.
+        loader: loader that is not prepared yet; with equally many batches per epoch on all sites.
     """
     config = accelerator.dataloader_config
     prepared: Any = prepare_data_loader(
@@ -90,7 +90,7 @@ def own_loader(accelerator: Accelerator, loader: DataLoader) -> DataLoader:
 
 @contextmanager
 def own_loaders(accelerator: Accelerator) -> Iterator[None]:
-    """Every loader that is prepared inside is this site's own, as with `own_loader`."""
+    """Prepares every loader inside the block as this site's own, as with `own_loader`."""
     accelerator.prepare_data_loader = lambda loader, *_, **__: own_loader(accelerator, loader)
     try:
         yield
@@ -110,13 +110,13 @@ def _refuse(accelerator: Accelerator) -> None:
 
 
 def _link(accelerator: Accelerator) -> _Link:
-    """The one of the accelerator: its `no_sync` knows."""
+    """Returns the link of an accelerator, found through its replaced `no_sync`, or a new one."""
     known = getattr(accelerator.no_sync, "__self__", None)
     return known if isinstance(known, _Link) else _Link(accelerator)
 
 
 class _Link:
-    """What an accelerator knows of sessions."""
+    """Connects an accelerator with the sessions of its models."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -129,46 +129,46 @@ class _Link:
         accelerator.register_for_checkpointing(self)
 
     def add(self, model: nn.Module, session: Session) -> None:
-        """Knows a model's session; forgets models that Accelerate has forgotten."""
+        """Registers a model's session; drops models that Accelerate has dropped."""
         present = [(m, s) for m, s in self._sessions if m in self._accelerator._models]
         self._sessions = [*((m, s) for m, s in present if m is not model), (model, session)]
 
     def no_sync(self, model: nn.Module) -> Any:
-        """In place of `Accelerator.no_sync`, which `accumulate` calls."""
+        """Replaces `Accelerator.no_sync`, which `accumulate` calls."""
         mine = [session for known, session in self._sessions if known is model]
         return mine[0].no_sync() if mine else self._no_sync(model)
 
     # -- checkpoints ------------------------------------------------------------------------------
 
     def _save(self, models: list[nn.Module], weights: list[StateDict], folder: str) -> None:
-        """Each process saves its own, before the main process saves the rest."""
+        """Saves this process's state, before the main process saves the rest."""
         rank, optimizers = self._accelerator.process_index, self._accelerator._optimizers
         for index, (model, session) in enumerate(self._sessions):
             path = site_path(Path(folder), rank, index)
             save_whole(path, site_state(session, model, optimizers))
 
     def _note(self, models: list[nn.Module], folder: str) -> None:
-        """Nothing of the folder is loaded yet."""
+        """Notes the folder, before Accelerate loads anything."""
         self._folder = Path(folder)
 
     def state_dict(self) -> StateDict:
-        """What the main process saves."""
+        """Returns the state that the main process saves."""
         return {"sites": self._accelerator.num_processes}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Everything else is loaded: the turn of the sessions."""
+        """Resumes the sessions, after Accelerate has loaded everything else."""
         for index, (model, session) in enumerate(self._sessions):
             read = site_reader(self._folder, index)
             resume(read, session, model, self._accelerator._optimizers)
 
 
 def site_path(folder: Path, rank: int, index: int = 0) -> Path:
-    """The file of a site within a checkpoint; there may be several models."""
+    """Returns the file of a site within a checkpoint, one per model."""
     return folder / (f"outergrad_{rank}.pt" if index == 0 else f"outergrad_{index}_{rank}.pt")
 
 
 def site_reader(folder: Path, index: int = 0) -> SiteReader:
-    """Reads the files of sites within a checkpoint."""
+    """Returns a reader of the sites' files within a checkpoint."""
 
     def read(rank: int) -> StateDict | None:
         path = site_path(folder, rank, index)

@@ -1,4 +1,4 @@
-"""Lightning: a strategy whose processes are sites."""
+"""Lightning: a DDP strategy whose processes are sites."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ class OutergradStrategy(DDPStrategy):
     """Lightning's DDP strategy without DDP: `Trainer(strategy=OutergradStrategy(og.DAD()))`.
 
     Processes are started, data is divided and metrics are reduced as with DDP. Each `fit()` has a
-    session of its own, `trainer.strategy.session`, that ends with it, however it ends. What a site
-    must remember stands beside a checkpoint, in the folder `outergrad`, in a file of its own.
+    session of its own, `trainer.strategy.session`, that ends with it, however it ends. The state of
+    each site is saved beside a checkpoint, in the folder `outergrad`, in one file per site.
 
     Args:
         method: as for `og.distribute`.
         recorder: as for `og.distribute`.
         rules: as for `og.distribute`.
-        **settings: of `DDPStrategy`, as `timeout` or `process_group_backend`; none of DDP itself.
+        **settings: settings of `DDPStrategy`, such as `timeout` or `process_group_backend`; none of
+            DDP itself.
 
     Raises:
         TypeError: a setting is one of DDP.
@@ -62,19 +63,19 @@ class OutergradStrategy(DDPStrategy):
     # -- training ---------------------------------------------------------------------------------
 
     def configure_ddp(self) -> None:
-        """The model is on its device: where DDPStrategy would wrap it."""
+        """Attaches a session where DDPStrategy would wrap the model; it is on its device by now."""
         options = {"recorder": self._recorder, "rules": self._rules}
         self.session = distribute(self._own_module(), self._method, **options)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Around all but the last backward of `accumulate_grad_batches`."""
+        """Skips sharing in all but the last backward of `accumulate_grad_batches`."""
         assert self.session is not None
         with self.session.no_sync():
             yield
 
     def on_train_start(self) -> None:
-        """Model, optimizers and loops are restored."""
+        """Checks that all sites make equal steps, and resumes the session after all else."""
         module, trainer = self._own_module(), self._own_module().trainer
         lines = [f"batches per epoch: {trainer.num_training_batches}"]
         lines += [f"max_epochs: {trainer.max_epochs}", f"max_steps: {trainer.max_steps}"]
@@ -84,12 +85,12 @@ class OutergradStrategy(DDPStrategy):
         self._saved = None
 
     def on_train_end(self) -> None:
-        """What `og.LocalSteps` has left to share."""
+        """Shares what `og.LocalSteps` has not shared yet."""
         if self.session is not None:
             self.session.flush()
 
     def teardown(self) -> None:
-        """The end of a run, also of one that raised."""
+        """Detaches the session at the end of a run, also after an error."""
         self._saved = None
         if self.session is not None:
             self.session.detach()
@@ -104,7 +105,7 @@ class OutergradStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        """Each site saves its own beside what rank 0 saves; not where weights alone are saved."""
+        """Saves each site's state beside what rank 0 saves; not where only weights are saved."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.session is not None and "optimizer_states" in checkpoint:
             saved = site_state(self.session, self._own_module(), self.optimizers)
@@ -112,14 +113,14 @@ class OutergradStrategy(DDPStrategy):
             self.checkpoint_io.save_checkpoint(saved, path, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Also notes where it is: the session goes on from what stands beside it in training."""
+        """Loads a checkpoint, and notes its path: training resumes from the states beside it."""
         linked = os.path.islink(checkpoint_path)
         path = os.path.realpath(checkpoint_path) if linked else checkpoint_path
         self._saved = partial(self._read, path)
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Each site removes its own."""
+        """Removes a checkpoint; each site removes its own file."""
         super().remove_checkpoint(filepath)
         self.checkpoint_io.remove_checkpoint(_site_path(filepath, self.global_rank))
 
@@ -134,6 +135,6 @@ class OutergradStrategy(DDPStrategy):
 
 
 def _site_path(filepath: Any, rank: int) -> str:
-    """In a folder of its own, where Lightning does not look for checkpoints."""
+    """Returns a site's file, in a folder where Lightning does not look for checkpoints."""
     folder, name = os.path.split(str(filepath))
     return os.path.join(folder, "outergrad", f"{name}.{rank}")

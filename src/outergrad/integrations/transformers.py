@@ -37,50 +37,50 @@ class Conv1DRule:
     owns: tuple[str, ...] = ()
 
     def objection(self, module: Conv1D) -> str | None:
-        """None, ever."""
+        """Returns None: there is no objection to any Conv1D."""
         return None
 
     def slots(self, module: Conv1D, name: str) -> list[Slot]:
-        """The weight, whose rows are inputs: activations and deltas change places."""
+        """Returns the weight's slot. Its rows are inputs: activations and deltas change places."""
         inputs, outputs = module.weight.shape
         return [Slot(name, join(name, "weight"), inputs, outputs)]
 
     def forward(self, module: Conv1D, tap: TapFn, x: Tensor) -> Tensor:
-        """As `Conv1D`; the bias, added behind the tap, travels as itself."""
+        """Computes as `Conv1D`; the bias, added behind the tap, travels by itself."""
         flat_NI = x.reshape(-1, x.shape[-1])
         y_NO = tap(flat_NI @ module.weight.detach(), flat_NI, rows=len(flat_NI))
         return (y_NO + module.bias).view(*x.shape[:-1], module.nf)
 
     def rows(self, module: Conv1D, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-        """All positions of the input."""
+        """Returns the number of positions of the input."""
         return [(args[0] if args else kwargs["x"]).numel() // max(module.nx, 1)]
 
     def factors(self, module: Conv1D, slot: int, call: Call) -> Factors:
-        """Input and delta, in each other's place."""
+        """Returns the factors, with input and delta in each other's place."""
         a_1NI = rows_of(call.a, call.a.shape[-1]).to(call.d.dtype)
         return Factors(d_GRO=a_1NI, a_GRI=rows_of(call.d, call.d.shape[-1]))
 
 
 _RULES: dict[type[nn.Module], Rule] = {**TORCH_RULES, Conv1D: Conv1DRule()}
 RULES: Rules = _RULES
-"""Those of outergrad, and of transformers' own layers."""
+"""Rules of outergrad, and of transformers' own layers."""
 
 
 class TrainerMixin(_Base):
     """Makes any Trainer share gradients by outergrad: `class Mine(TrainerMixin, SFTTrainer)`.
 
     Each `train()` has a session of its own, `trainer.session`, that ends with it, however it ends.
-    Checkpoints include it, of every site in a file of its own.
+    Checkpoints include the session, in one file per site.
 
     Args:
-        *args: of the Trainer.
+        *args: arguments of the Trainer.
         method: as for `og.distribute`.
-        recorder: as for `og.distribute`; it hears what the Trainer logs, too.
+        recorder: as for `og.distribute`; it receives what the Trainer logs, too.
         rules: as for `og.distribute`.
         own_data: whether `train_dataset` is this site's own. By default all sites give the same
             one, which the Trainer divides between them. With data of their own the sites need the
             same `max_steps`.
-        **kwargs: of the Trainer.
+        **kwargs: keyword arguments of the Trainer.
     """
 
     session: Session | None = None
@@ -100,7 +100,7 @@ class TrainerMixin(_Base):
         self.add_callback(_Events(self))
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's, by a session that ends with it.
+        """Trains as the Trainer does, with a session that ends with the call.
 
         Raises:
             ValueError: as `og.distribute`; or the sites would not make the same steps.
@@ -114,17 +114,17 @@ class TrainerMixin(_Base):
             self._detach()
 
     def get_train_dataloader(self) -> Any:
-        """As the Trainer's; not divided between the processes if the data is the site's own."""
+        """Returns the Trainer's loader; a site's own data is not divided between the processes."""
         if not self._own_data:
             return super().get_train_dataloader()
         with own_loaders(self.accelerator):
             return super().get_train_dataloader()
 
     def _wrap_model(self, model: Any, training: bool = True, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's last step before Accelerate prepares the model, which then leaves it."""
+        """Attaches a session before Accelerate prepares the model, which it then leaves as is."""
         model = super()._wrap_model(model, training, *args, **kwargs)
         if training:
-            self._detach()  # the one of an attempt with a larger batch, by auto_find_batch_size
+            self._detach()  # auto_find_batch_size may have left one of a larger batch
             options = {"recorder": self._recorder, "rules": self._rules}
             self.session = distribute(self.accelerator, model, self._method, **options)
         return model
@@ -139,13 +139,13 @@ class Trainer(TrainerMixin, transformers.Trainer):
 
 
 class _Events(transformers.TrainerCallback):
-    """What the Trainer tells of the course of training."""
+    """Callbacks by which a session follows the Trainer."""
 
     def __init__(self, trainer: TrainerMixin) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Model, optimizer and scheduler are loaded."""
+        """Resumes the session: model, optimizer and scheduler are loaded by now."""
         trainer = self._trainer
         lines = list(_course(args, state, kwargs.get("train_dataloader")))
         agree_on(kwargs["model"], lines, "set max_steps, and strategies 'steps', alike everywhere")
@@ -154,7 +154,7 @@ class _Events(transformers.TrainerCallback):
             resume(read, trainer.session, kwargs["model"], [kwargs["optimizer"]])
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The Trainer has written its part of a checkpoint."""
+        """Saves this site's state, after the Trainer has written its part of a checkpoint."""
         if args.save_only_model or self._trainer.session is None:
             return
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
@@ -163,22 +163,22 @@ class _Events(transformers.TrainerCallback):
         save_whole(site_path(folder, args.process_index), saved)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The last step is followed by what `og.LocalSteps` has left to share."""
+        """Shares what `og.LocalSteps` has not shared yet, after the last step."""
         if control.should_training_stop and self._trainer.session is not None:
             self._trainer.session.flush()
 
     on_epoch_end = on_step_end
-    """Where an evaluation has stopped the training."""
+    """An evaluation at the end of an epoch may have stopped the training."""
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What the Trainer logs is told to the recorders of the session, too."""
+        """Passes what the Trainer logs to the recorders of the session, too."""
         trainer, logs = self._trainer, kwargs.get("logs") or {}
         if trainer.is_in_train and trainer.session is not None:
             trainer.session.log(**{k: v for k, v in logs.items() if isinstance(v, int | float)})
 
 
 def _course(args: Any, state: Any, loader: Any) -> Iterator[str]:
-    """What must be alike, or a site would wait for others that do something else."""
+    """Yields settings that must be equal on all sites, or one would wait for others in vain."""
     yield f"max_steps: {state.max_steps}"
     strategies = [args.logging_strategy, args.eval_strategy, args.save_strategy]
     if any(strategy == "epoch" for strategy in strategies) and hasattr(loader, "__len__"):

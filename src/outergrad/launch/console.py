@@ -1,4 +1,4 @@
-"""How recipes talk to the person who started them."""
+"""Output of the command line on the error stream: progress bars, and errors as one line."""
 
 import os
 import sys
@@ -49,7 +49,7 @@ def download_bars() -> Progress:
 
 
 def count(bars: Progress, task: TaskID, items: Iterable[T]) -> Iterator[T]:
-    """Passes items on and advances a bar by one for each."""
+    """Yields the items and advances a bar by one for each."""
     for item in items:
         bars.advance(task)
         yield item
@@ -59,8 +59,8 @@ def count(bars: Progress, task: TaskID, items: Iterable[T]) -> Iterator[T]:
 def errors_in_one_line() -> Iterator[None]:
     """Ends this process with one line where a recipe fails.
 
-    Of the processes that torchrun starts on a machine, one tells of a mistake
-    that all of them have noticed.
+    Of the processes that torchrun starts on a machine, only one reports a mistake that all of them
+    have noticed.
     """
     try:
         yield
@@ -91,7 +91,7 @@ def _leave(code: int) -> None:
 def leave_at_once(code: int) -> None:
     """Ends this process without Python's own shutdown.
 
-    A thread of gloo's that lets go of a tensor during that shutdown would abort the process.
+    During that shutdown a gloo thread that frees a tensor would abort the process.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -99,7 +99,7 @@ def leave_at_once(code: int) -> None:
 
 
 def say(message: str, *, below_a_bar: bool = True) -> None:
-    """Tells of something in one line on the error stream, after a bar that nobody finished."""
+    """Prints one line on the error stream, below a progress bar that may be unfinished."""
     console = Console(stderr=True)
     console.show_cursor()
     if below_a_bar and console.is_terminal:

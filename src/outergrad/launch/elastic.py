@@ -1,4 +1,4 @@
-"""Where processes meet that torchrun has started, maybe not for the first time."""
+"""Rendezvous of processes that torchrun has started, maybe not for the first time."""
 
 import secrets
 import time
@@ -15,10 +15,11 @@ _SERVED = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 def shared_store(environment: Mapping[str, str], timeout: timedelta) -> Store:
-    """The store that torchrun's agent holds, or site 0 if there is none.
+    """Returns the store of torchrun's agent, or the one of site 0 if the agent has none.
 
     Raises:
-        RecipeError: The environment does not say where it is; its port is taken; nobody answers.
+        RecipeError: The environment lacks the store's address, its port is taken, or nobody
+            answers.
     """
     if "MASTER_ADDR" not in environment or "MASTER_PORT" not in environment:
         raise RecipeError("RANK is set but MASTER_ADDR or MASTER_PORT is not: set them to site 0's")
@@ -39,21 +40,22 @@ def shared_store(environment: Mapping[str, str], timeout: timedelta) -> Store:
 
 
 def fresh_store(store: Store, rank: int, sites: int, timeout: timedelta) -> Store:
-    """A part of a store in which an earlier start of the same sites has left nothing.
+    """Returns a prefix of a store in which an earlier start of the same sites has left nothing.
 
-    All starts share one store since PyTorch 2.5 (pytorch/pytorch#135712), so that Gloo may take
+    All starts share one store since PyTorch 2.5 (pytorch/pytorch#135712), so that gloo may take
     the addresses of sites that have ended. How often each machine has restarted its sites need
     not be the same on all of them. Site 0 therefore draws a name for this start and gives it to
-    the others, who know by a number of their own that it is meant for them.
+    the other sites. Each of them recognises by a random token of its own that the name is meant
+    for this start.
 
     Args:
         store: Shared by all sites and all starts.
-        rank: This site's.
-        sites: Their number.
-        timeout: How long to wait for the others.
+        rank: Rank of this site.
+        sites: Number of sites.
+        timeout: How long to wait for the other sites.
 
     Raises:
-        TimeoutError: They have not come.
+        TimeoutError: The other sites have not come.
     """
     end = time.monotonic() + timeout.total_seconds()
     name = _give(store, sites, end) if rank == 0 else _take(store, rank, end)

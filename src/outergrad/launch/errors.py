@@ -1,4 +1,4 @@
-"""What can go wrong in a recipe, as the command line tells it."""
+"""Exceptions of a recipe, as the command line reports them."""
 
 
 class RecipeError(ValueError):
@@ -9,11 +9,11 @@ class SiteError(RuntimeError):
     """A site ended before its work was done.
 
     Attributes:
-        lost: Numbers of sites whose processes ended without a word, as a killed one does.
+        lost: Numbers of sites whose processes ended without a report, as a killed one does.
     """
 
     lost: frozenset[int] = frozenset()
 
 
 class CheckError(RuntimeError):
-    """What was measured is not what was promised."""
+    """A measured value differs from what was promised."""

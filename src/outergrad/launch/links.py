@@ -1,4 +1,4 @@
-"""The link that joins the sites of a benchmark, and the places where they run."""
+"""Links between the sites of a benchmark, and the network places in which sites run."""
 
 import ctypes
 import os
@@ -27,15 +27,15 @@ _CLONE_NEWNET = 0x40000000
 
 @dataclass(frozen=True, kw_only=True)
 class ShapedLink:
-    """What joins every site to the others.
+    """Link of every site to the others.
 
     Attributes:
-        rate_bit_per_s: What a site can send, and as much receive; None for no limit.
-        rtt_s: Time from one site to another and back.
+        rate_bit_per_s: Rate at which a site can send, and can receive; None for no limit.
+        rtt_s: Round-trip time between two sites, in seconds.
         loopback: Whether the sites share this machine's own network instead.
 
     Raises:
-        RecipeError: There can be no such link.
+        RecipeError: Such a link cannot be made.
     """
 
     rate_bit_per_s: float | None
@@ -56,7 +56,7 @@ class ShapedLink:
 
     @property
     def name(self) -> str:
-        """The link as the command line writes it, such as ``100mbit-40ms``."""
+        """Link as the command line writes it, such as ``100mbit-40ms``."""
         if self.loopback:
             return "loopback"
         rate = "none" if self.rate_bit_per_s is None else _rate_name(self.rate_bit_per_s)
@@ -65,21 +65,20 @@ class ShapedLink:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one site runs.
+    """Network place of one site.
 
     Attributes:
         namespace: Name of its network namespace; None for this machine's own network.
-        interface: The network interface that carries the exchange.
+        interface: Network interface for the exchange.
     """
 
     namespace: str | None
     interface: str
 
     def enter(self) -> None:
-        """Brings the calling process here, and lets Gloo use the interface.
+        """Moves the calling process into the namespace, and makes gloo use the interface.
 
-        To be called by the main thread of the site's own process: threads that exist
-        already stay where they are.
+        Call it from the main thread of the site's process: existing threads stay where they are.
 
         Raises:
             OSError: The namespace is gone, or the process may not enter it.
@@ -90,15 +89,15 @@ class Place:
 
 
 def parse_link(rate: str, rtt: str = "0ms", option: str = "--rtt") -> ShapedLink:
-    """Reads a link from the command line.
+    """Parses a link from the command line.
 
     Args:
         rate: ``none``, ``loopback``, or a number with ``kbit``, ``mbit`` or ``gbit``.
         rtt: A number with ``ms`` or ``s``.
-        option: What gave it, for errors.
+        option: Name of the option that gave `rtt`, for errors.
 
     Raises:
-        RecipeError: It cannot be read, or there can be no such link.
+        RecipeError: The text cannot be read, or such a link cannot be made.
     """
     word = rate.strip().lower()
     rtt_s = _quantity(option, rtt, _TIME_UNITS, _RTT_HELP)
@@ -108,7 +107,7 @@ def parse_link(rate: str, rtt: str = "0ms", option: str = "--rtt") -> ShapedLink
 
 
 def parse_rate(rate: str, option: str) -> float:
-    """Reads bit/s from the command line.
+    """Parses a rate in bit/s from the command line.
 
     Raises:
         RecipeError: It cannot be read; the error names the option.
@@ -117,7 +116,7 @@ def parse_rate(rate: str, option: str) -> float:
 
 
 def what_is_missing(link: ShapedLink, sites: int) -> str | None:
-    """Tells in one line why sites cannot be joined by a link here; None if they can."""
+    """Returns in one line why sites cannot be joined by a link here; None if they can."""
     if link.loopback:
         return None
     if sites > MOST_SITES:
@@ -136,14 +135,14 @@ def what_is_missing(link: ShapedLink, sites: int) -> str | None:
 
 @contextmanager
 def places(sites: int, link: ShapedLink) -> Iterator[list[Place]]:
-    """Yields one place per site, joined by a link; removes them on leaving.
+    """Yields one place per site, joined by a link; removes the places on leaving.
 
-    Until then SIGTERM and SIGHUP end the program in order. What the link needs is removed
+    While they exist, SIGTERM and SIGHUP end the program in order. Network namespaces are removed
     even if the program is killed.
 
     Args:
         sites: Number of sites.
-        link: What joins them.
+        link: Link that joins the sites.
 
     Raises:
         RecipeError: This machine lacks something, or a command failed.

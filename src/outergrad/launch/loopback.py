@@ -1,4 +1,4 @@
-"""The network interface through which the processes of one machine talk."""
+"""Loopback interface, over which the processes of one machine communicate."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def loopback_name() -> str | None:
-    """Name of the interface that holds 127.0.0.1, if it can be told."""
+    """Returns the name of the interface that holds 127.0.0.1; None if not known."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(a.family == socket.AF_INET and a.address == "127.0.0.1" for a in addresses):
             return name
@@ -19,7 +19,7 @@ def loopback_name() -> str | None:
 
 
 def loopback_bytes() -> int | None:
-    """Bytes sent through the loopback interface since the machine started, if counted."""
+    """Returns the bytes sent over loopback since the machine started; None if not counted."""
     counters = psutil.net_io_counters(pernic=True).get(loopback_name() or "")
     return counters.bytes_sent if counters else None
 
@@ -32,7 +32,7 @@ def stay_on_loopback() -> None:
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """The same for a while."""
+    """Keeps gloo's sockets on this machine inside the block, as `stay_on_loopback`."""
     chosen = _INTERFACE in os.environ
     stay_on_loopback()
     try:

@@ -1,4 +1,4 @@
-"""On what and with what a benchmark ran."""
+"""Description of the machine and software that a benchmark ran on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import outergrad
 
 
 def describe(command: list[str]) -> dict[str, Any]:
-    """What a reader needs to repeat a benchmark.
+    """Returns what a reader needs to repeat a benchmark: command, date, commit, machine, versions.
 
     Args:
         command: The command line that was given.
@@ -39,7 +39,7 @@ def describe(command: list[str]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """What is installed, by name."""
+    """Returns the versions of outergrad, torch, Python and NumPy, by name."""
     return {
         "outergrad": outergrad.__version__,
         "torch": str(torch.__version__),
@@ -49,14 +49,14 @@ def versions() -> dict[str, str]:
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
+    """Returns the number of processor cores that this process may use."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _commit() -> str | None:
-    """The commit of the source, with ``-dirty`` where it was changed since; None if installed."""
+    """Returns the commit of the source, with ``-dirty`` if it was changed; None if installed."""
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None
@@ -69,7 +69,7 @@ def _commit() -> str | None:
 
 
 def processor() -> str:
-    """The name of its model."""
+    """Returns the name of the processor's model."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,8 +1,8 @@
 """Network namespaces for the sites of a benchmark, joined by shaped cables.
 
-Needs Linux, root and ``iproute2``. Every name carries the number of the process that made
-it and a mark of where that number counts; a janitor removes them all when that process leaves or
-is gone, however it ended.
+Needs Linux, root and ``iproute2``. Every name contains the id of the process that made it, and a
+mark of the boot and container in which that id is valid. A janitor process removes all namespaces
+when their process leaves or is gone, however it ended.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ MOST_SITES = 64
 
 _Plug = tuple[str, str]  # a namespace and an interface in it
 
-# Without the word, the program was killed, perhaps while a command of it was adding a
-# namespace: what that command leaves is removed a moment later.
+# Without the word `done` the program was killed, perhaps while one of its commands was adding
+# a namespace. The second removal takes what that command leaves.
 _JANITOR = """
 trap '' INT TERM HUP
 remove() { for name; do ip netns del "$name"; done; }
@@ -37,14 +37,14 @@ remove "$@"
 
 @contextmanager
 def namespaces(sites: int, rate_bit_per_s: float | None, rtt_s: float) -> Iterator[list[str]]:
-    """Yields the names of one network namespace per site; all can reach one another.
+    """Yields the names of one network namespace per site; all sites can reach one another.
 
     Site ``s`` has the address ``10.77.0.(s+1)`` on the interface ``link0``.
 
     Args:
         sites: Number of sites.
-        rate_bit_per_s: What each end of each cable may send; None for no limit.
-        rtt_s: Time from a site to another and back.
+        rate_bit_per_s: Rate at which each end of each cable may send; None for no limit.
+        rtt_s: Round-trip time between two sites, in seconds.
 
     Raises:
         RecipeError: A command failed.
@@ -68,7 +68,7 @@ def namespaces(sites: int, rate_bit_per_s: float | None, rtt_s: float) -> Iterat
 
 
 def has_netem() -> bool:
-    """Whether this kernel can delay packets by itself."""
+    """True if this kernel can delay packets by itself."""
     if shutil.which("unshare") is None:
         return False
     probe = ["unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
@@ -76,7 +76,7 @@ def has_netem() -> bool:
 
 
 def qdiscs(rate_bit_per_s: float | None, delay_s: float = 0.0) -> list[list[str]]:
-    """What makes an interface send at a rate, after a delay, as arguments of ``tc qdisc add``.
+    """Returns arguments of ``tc qdisc add`` that make an interface send at a rate, after a delay.
 
     The burst is what passes at full speed after a pause: two packets, or 0.25 ms worth of
     the rate, so that a step of a few kilobytes does not slip through unshaped. The queue is
@@ -97,16 +97,17 @@ def qdiscs(rate_bit_per_s: float | None, delay_s: float = 0.0) -> list[list[str]
 
 
 def mark() -> str:
-    """Of this boot of this machine and this container: where numbers of processes mean the same.
+    """Returns a digest of this boot of the machine and of this container's process namespace.
 
-    Containers may share the folder of the namespaces, and see other processes.
+    A process id means the same process only within both. Containers may share the folder of the
+    network namespaces, and see other processes.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     return hashlib.sha256(f"{boot} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:8]
 
 
 def _remove_abandoned() -> None:
-    """Removes what a run left behind whose janitor was killed too, if it ran in this container."""
+    """Removes namespaces of this container that outlived both their process and their janitor."""
     listed = _run("ip", "netns", "list")
     for name in re.findall(rf"^outergrad-\d+-{mark()}-\S+", listed, re.MULTILINE):
         if not Path("/proc", name.split("-")[1]).exists():
@@ -117,8 +118,8 @@ def _remove_abandoned() -> None:
 def _janitor(names: list[str]) -> Iterator[None]:
     """Removes namespaces on leaving, or when this process is gone.
 
-    Both end a pipe that another process reads, in a session of its own, where no signal
-    for this one reaches it. It knows all names before there is anything to remove.
+    Both close a pipe that the janitor process reads. It has a session of its own, so that no signal
+    for this process reaches it. It knows all names before there is anything to remove.
     """
     janitor = subprocess.Popen(
         ["sh", "-c", _JANITOR, "sh", *names],
@@ -136,9 +137,9 @@ def _janitor(names: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _joined(names: list[str], hub: str, rate: float | None, rtt_s: float) -> Iterator[None]:
-    """Joins the sites: two by a cable, more by a bridge, and for latency by the relay.
+    """Joins two sites by a cable, more by a bridge, and for latency without netem by the relay.
 
-    Every end of every cable is shaped, so that a site's uplink and downlink are.
+    Every end of every cable is shaped, so that both the uplink and the downlink of a site are.
     """
     with ExitStack() as stack:
         netem_s = rtt_s / 2 if rtt_s and has_netem() else 0.0
@@ -161,7 +162,7 @@ def _joined(names: list[str], hub: str, rate: float | None, rtt_s: float) -> Ite
 
 
 def _star(names: list[str], hub: str) -> list[str]:
-    """Leads a cable from every site to a port in the hub."""
+    """Connects every site by a cable to a port of its own in the hub."""
     ports = [f"port{site}" for site in range(len(names))]
     for name, port in zip(names, ports, strict=True):
         _cable((name, INTERFACE), (hub, port))
@@ -179,13 +180,14 @@ def _cable(first: _Plug, second: _Plug) -> None:
 def _relayed(hub: str, ports: list[str], delay_s: float) -> Iterator[None]:
     """Joins each port to a TAP of its own; the relay copies frames from TAP to TAP.
 
-    A TAP in the place of the cable would do, but for what a site receives: only what an
-    interface sends can be shaped.
+    A TAP in place of the cable would leave what a site receives unshaped: only what an interface
+    sends can be shaped.
     """
     taps = [f"tap{site}" for site in range(len(ports))]
     with relay(hub, taps, delay_s):
         for site, (port, tap) in enumerate(zip(ports, taps, strict=True)):
-            # As long as a busy processor may keep the relay from reading: 10 ms at 10 Gbit/s.
+            # The queue holds 10 ms at 10 Gbit/s: a busy processor may keep the relay from
+            # reading for as long.
             _run("ip", "-n", hub, "link", "set", tap, "txqueuelen", "10000")
             _bridge(hub, f"bridge{site}", [port, tap])
         yield
@@ -200,7 +202,8 @@ def _bridge(hub: str, bridge: str, ports: Sequence[str]) -> None:
 
 
 def _up(namespace: str, interface: str) -> None:
-    # Or IPv6 would announce itself, and be counted; without IPv6 this fails, and is not needed.
+    # IPv6 would announce itself, and its packets be counted. Without IPv6 this command fails, and
+    # is not needed.
     _run("ip", "-n", namespace, "link", "set", interface, "addrgenmode", "none", check=False)
     _run("ip", "-n", namespace, "link", "set", interface, "up")
 
@@ -211,9 +214,9 @@ def _shape(namespace: str, interface: str, disciplines: list[list[str]]) -> None
 
 
 def _enlarge_buffers(namespace: str, rate_bit_per_s: float | None, rtt_s: float) -> None:
-    """Lets TCP keep a long link full, whatever this machine's defaults are.
+    """Enlarges TCP's buffers so that it can keep a long link full, whatever the machine's defaults.
 
-    The kernel counts a buffer's overhead, and wants twice what is on the way, so four times.
+    The kernel counts a buffer's overhead, and wants twice the bytes in flight: hence four times.
     """
     on_the_way = (rate_bit_per_s or 1e10) / 8 * rtt_s
     most = f"{min(1 << 30, max(1 << 25, 4 * on_the_way)):.0f}"

@@ -1,4 +1,4 @@
-"""Runs several functions at once, each in its own process; all end, or none is left."""
+"""Runs several functions at once, each in its own process, and leaves no process behind."""
 
 import multiprocessing
 import os
@@ -24,12 +24,12 @@ _ENDING = [number for number in signal.Signals if number.name in ("SIGTERM", "SI
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a process failed.
+    """Failure of a process.
 
     Attributes:
-        at_s: When, on the monotonic clock that all processes share.
-        error: What to raise.
-        code: With what the process ended, if without a word; negative: by a signal.
+        at_s: Time of the failure in seconds, on the monotonic clock that all processes share.
+        error: Exception to raise.
+        code: Exit code if the process ended without a report; negative if a signal ended it.
     """
 
     at_s: float
@@ -39,7 +39,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Child:
-    """A process and the pipe through which it tells what came of it.
+    """A process, and the pipe through which it reports its outcome.
 
     The pipe can be read when the process is done or has ended.
     """
@@ -49,7 +49,7 @@ class Child:
     pipe: Connection
 
     def outcome(self) -> Any:
-        """Waits for the process to be done or to end; what it returned, or its `Failure`."""
+        """Waits for the process to be done or to end; returns its result or its `Failure`."""
         try:
             outcome = self.pipe.recv()
         except (EOFError, OSError):
@@ -70,15 +70,15 @@ def run_processes(
 
     Args:
         works: Picklable functions whose results can be pickled.
-        verbose: Whether a failure tells its traceback.
-        numbers: Of the sites, if not 0, 1 and so on.
+        verbose: Whether a failure includes its traceback.
+        numbers: Numbers of the sites, if not 0, 1 and so on.
 
     Returns:
         Their results, in order.
 
     Raises:
-        RecipeError: What a process raised.
-        SiteError: A process failed otherwise, the first one in time.
+        RecipeError: A process raised it.
+        SiteError: A process failed otherwise; the first failure in time is raised.
     """
     children: list[Child] = []
     sites = range(len(works)) if numbers is None else numbers
@@ -99,14 +99,18 @@ def run_processes(
 
 
 def lost_of(failures: Mapping[int, Failure]) -> frozenset[int]:
-    """Sites that ended without a word; gloo may abort a healthy one because another is gone."""
+    """Returns the sites whose processes ended without a report.
+
+    Sites that ended by SIGABRT count only if no site ended otherwise: gloo may abort a healthy
+    process because another one is gone.
+    """
     silent = {site: failure.code for site, failure in failures.items() if failure.code is not None}
     killed = {site for site, code in silent.items() if code != -signal.SIGABRT}
     return frozenset(killed or silent)
 
 
 def error_text(error: BaseException, verbose: bool) -> str:
-    """Writes an error as one line, or with its traceback."""
+    """Formats an error as one line, or with its traceback if verbose."""
     if verbose:
         return "".join(traceback.format_exception(error)).rstrip()
     return " ".join(f"{type(error).__name__}: {error}".split())
@@ -116,7 +120,7 @@ def error_text(error: BaseException, verbose: bool) -> str:
 def exit_on_signals() -> Iterator[None]:
     """Turns SIGTERM and SIGHUP, which would end this process at once, into an ordinary exit.
 
-    It raises SystemExit with 128 plus the signal's number, so that what is open is closed.
+    They raise SystemExit with 128 plus the signal's number, so that open resources are closed.
     """
     before = {number: signal.getsignal(number) for number in _ENDING}
     for number, handler in before.items():
@@ -131,7 +135,7 @@ def exit_on_signals() -> Iterator[None]:
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Lets processes be started that ignore Ctrl-C: whoever started them ends them."""
+    """Starts processes inside the block that ignore Ctrl-C: this process ends them."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -192,7 +196,7 @@ def _end_of(process: BaseProcess) -> str:
 
 
 def _end(children: list[Child]) -> None:
-    """Ends what still runs: first by asking, then by force."""
+    """Ends the processes that still run: first by SIGTERM, then by SIGKILL."""
     for stop in (BaseProcess.terminate, BaseProcess.kill):
         for child in children:
             stop(child.process)

@@ -1,4 +1,4 @@
-"""Starts the relay: latency for kernels that cannot delay packets by themselves."""
+"""Starts the relay, which adds latency for kernels that cannot delay packets by themselves."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ _REMEDY = "mend it, or leave out --rtt"
 
 
 def can_relay() -> bool:
-    """Whether this machine has what the relay needs, besides root."""
+    """True if this machine has what the relay needs, besides root."""
     return shutil.which("cc") is not None and os.path.exists("/dev/net/tun")
 
 
@@ -26,12 +26,12 @@ def relay(namespace: str, taps: Sequence[str], delay_s: float) -> Iterator[None]
     Args:
         namespace: Name of the namespace.
         taps: Names of the devices, which vanish on leaving.
-        delay_s: How much later a frame leaves than it came.
+        delay_s: Delay of each frame, in seconds.
 
     Raises:
         RecipeError: The relay cannot be compiled or started, or ended before its time.
     """
-    # Nothing is left on the disk, even if this process is killed later.
+    # The folder goes once the relay runs: nothing stays on the disk if this process is killed.
     with TemporaryDirectory(prefix="outergrad-") as folder:
         process = subprocess.Popen(
             ["ip", "netns", "exec", namespace, _compile(folder), f"{delay_s * 1e9:.0f}", *taps],

@@ -1,4 +1,4 @@
-"""Many sites in one process: a thread each, over real process groups."""
+"""Many sites in one process: a thread per site, over real process groups."""
 
 import gc
 import os
@@ -30,20 +30,20 @@ _POLL_S = 0.2
 
 
 class StoppedError(RuntimeError):
-    """The work of all sites is to end."""
+    """Raised in a site's thread when the work of all sites should end."""
 
 
 class Stop(threading.Event):
-    """Once it is set the threads should end: nobody else can end one."""
+    """Event that asks the threads of all sites to end: a thread cannot be ended from outside."""
 
     def checked(self, items: Iterable[V]) -> Iterator[V]:
-        """Passes items on, with a check after each."""
+        """Yields the items, with a check after each."""
         for item in items:
             yield item
             self.check()
 
     def check(self) -> None:
-        """Between two steps of a site.
+        """Raises if the work should end. Call it between two steps of a site.
 
         Raises:
             StoppedError: the user, or another site, wants the work to end.
@@ -56,21 +56,21 @@ Work = Callable[[dist.ProcessGroup, Stop], T]
 
 
 def simulate(work: Work[T], sites: int, timeout: timedelta = TIMEOUT) -> list[T]:
-    """Does some work at every site of one process group, each in a thread of this process.
+    """Runs work at every site of one process group, each in a thread of this process.
 
-    Messages go through gloo, as between processes: the same mathematics, and the same account of
-    bytes. Threads share one random stream: work that draws from it is not the same every time.
+    Messages go through gloo, as between processes: the same mathematics, and the same byte
+    counts. Threads share one random stream: work that draws from it is not reproducible.
 
     Args:
-        work: What a site does; it should check the stop now and then.
-        sites: How many.
-        timeout: Of a message.
+        work: Work of a site; it should check the stop now and then.
+        sites: Number of sites.
+        timeout: Timeout of a message.
 
     Returns:
         The results of all sites.
 
     Raises:
-        RecipeError: What a site raised.
+        RecipeError: A site raised it.
         SiteError: A site failed otherwise.
     """
     first_calls()
@@ -80,17 +80,17 @@ def simulate(work: Work[T], sites: int, timeout: timedelta = TIMEOUT) -> list[T]
 
 
 def first_calls() -> None:
-    """MKL's vector functions may be wrong by 5e-5 where threads share the first call of one."""
+    """Calls MKL's vector functions once: threads that share a first call may get errors of 5e-5."""
     for function in (*_TRIGONOMETRY, *_EXPONENTIALS):
         function(torch.ones(100))
 
 
 class _Shared:
-    """PyTorch's random generator of the host, for one thread at a time.
+    """PyTorch's random generator of the host, behind a lock.
 
-    Its `get_state` makes an object while it has the generator locked. That may start Python's
-    collector, which lends the interpreter to another thread while it frees a tensor. If that
-    thread wants the generator, too, both wait for each other, and the whole process with them.
+    `Generator.get_state` creates an object while it holds the generator's own mutex. That may start
+    Python's garbage collector, which releases the GIL while it frees a tensor. If the thread that
+    takes the GIL waits for the generator, each waits for the other, and the process hangs.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -114,11 +114,11 @@ class _Shared:
 
 
 def share_generator() -> None:
-    """Lets threads read and set the state of torch's random numbers at the same time.
+    """Lets several threads read and set PyTorch's random state at the same time.
 
-    As `torch.utils.checkpoint` does, or `torch.manual_seed`: what goes through `torch.random`.
+    This covers calls through `torch.random`, as of `torch.utils.checkpoint` or `torch.manual_seed`.
     """
-    own = vars(torch.random)["default_generator"]  # where its functions look for the generator
+    own = vars(torch.random)["default_generator"]  # its functions look there
     if not isinstance(own, _Shared):
         torch.random.__dict__["default_generator"] = _Shared(own)
 
@@ -130,7 +130,8 @@ class _Simulation(Generic[T]):
         self._store, self._stop = HashStore(), Stop()
         self._errors: list[RecipeError | SiteError] = []
         self._results: dict[int, T] = {}
-        # One whose last holder is DDP's reducer would wait for itself: all live until all ended.
+        # A group whose last holder is DDP's reducer would wait for itself: all live until all
+        # threads have ended.
         self._groups: dict[int, dist.ProcessGroup] = {}
         self._sessions: list[Sessions] = []
 
@@ -171,20 +172,20 @@ class _Simulation(Generic[T]):
             self._leave(site, error)
 
     def _leave(self, site: int, error: Exception) -> None:
-        """Closes the connections of a site, so that those who wait for it hear of it.
+        """Closes the connections of a failed site, so that sites that wait for it notice.
 
-        They close when nobody holds the group: the frames of the error do, and what they held.
+        They close once nothing refers to the process group, as the frames of the traceback do.
         """
         traceback.clear_frames(error.__traceback__)
         if (held := self._groups.get(site)) is None:
             return
         group = weakref.ref(held)
         del held, self._groups[site]
-        if group() is not None:  # seconds in a process of many objects, so only where it helps
+        if group() is not None:  # takes seconds with many objects, so only if needed
             gc.collect()
 
     def _wait_for(self, threads: Sequence[threading.Thread]) -> None:
-        """Until all have ended, or one has failed: the others may wait for it."""
+        """Waits until all have ended, or one has failed: the others may be waiting for it."""
         for thread in threads:
             while thread.is_alive():
                 thread.join(_POLL_S)
@@ -199,7 +200,7 @@ class _Simulation(Generic[T]):
             while thread.is_alive() and time.monotonic() < end:
                 thread.join(wait_s)
                 if thread.is_alive():
-                    gc.collect()  # what a site that failed has left holds its connections open
+                    gc.collect()  # garbage of a failed site keeps its connections open
                     wait_s *= 2
 
 
@@ -212,7 +213,7 @@ def _told(site: int, error: Exception) -> RecipeError | SiteError:
 def gloo_group(
     store: Store, rank: int, sites: int, timeout: timedelta = TIMEOUT
 ) -> dist.ProcessGroup:
-    """A process group that belongs to one thread."""
+    """Creates a gloo process group that belongs to one thread, not to the process."""
     group = dist.ProcessGroup(store, rank, sites)
     kind = dist.ProcessGroup.BackendType.GLOO
     backend = dist.ProcessGroupGloo(store, rank, sites, timeout)

@@ -22,16 +22,16 @@ TIMEOUT = timedelta(minutes=2)
 
 
 def under_torchrun() -> bool:
-    """Whether this process is one of several that torchrun, or the like, has started."""
+    """True if torchrun, or a launcher like it, has started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def number_of_sites(wanted: int | None, default: int = 2) -> int:
-    """How many sites there will be.
+    """Returns the number of sites.
 
     Args:
-        wanted: What the user asked for, if anything.
-        default: The number where neither the user nor torchrun gave one.
+        wanted: Number that the user asked for, if any.
+        default: Number where neither the user nor torchrun gave one.
 
     Raises:
         RecipeError: torchrun has started another number than the user asked for.
@@ -48,16 +48,16 @@ def number_of_sites(wanted: int | None, default: int = 2) -> int:
 
 
 def run_sites(work: Callable[[], object], sites: int, *, verbose: bool = False) -> None:
-    """Does some work at every site, as a member of one process group.
+    """Runs work at every site, as a member of one process group.
 
     Args:
-        work: What a site does; picklable, since other processes do it.
+        work: Work of a site; picklable, since other processes run it.
         sites: Number of processes to start, unless torchrun has started them.
-        verbose: Whether a failure tells its traceback.
+        verbose: Whether a failure includes its traceback.
 
     Raises:
-        RecipeError: The user must mend something.
-        SiteError: A site failed; those that this process started have been ended.
+        RecipeError: The user made a mistake.
+        SiteError: A site failed; the processes that this one started have been ended.
     """
     if under_torchrun():
         _join_torchrun(work, verbose=verbose)
@@ -77,15 +77,15 @@ def _join_torchrun(work: Callable[[], object], *, verbose: bool) -> None:
 
 
 def start_sites(work: Callable[[], T], numbers: Sequence[int], *, verbose: bool = False) -> list[T]:
-    """Does some work at local sites: new processes, which meet in a store of their own.
+    """Runs work at local sites: new processes, which meet in a store of their own.
 
     Args:
-        work: What a site does; picklable.
-        numbers: Of the sites, in the order of their ranks.
-        verbose: Whether a failure tells its traceback.
+        work: Work of a site; picklable.
+        numbers: Numbers of the sites, in the order of their ranks.
+        verbose: Whether a failure includes its traceback.
 
     Raises:
-        RecipeError: The user must mend something.
+        RecipeError: The user made a mistake.
         SiteError: A site failed; the others have been ended.
     """
     with tempfile.TemporaryDirectory(prefix="outergrad-") as folder:

@@ -1,4 +1,4 @@
-"""Local sites that are started again when one fails: new processes, a new process group."""
+"""Restarts of local sites after a failure, with new processes and a new process group."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from outergrad.launch.errors import RecipeError, SiteError
 
 _LONGEST = 1 << 10
-"""Checkpoints after which a site that was lost again and again is tried once more."""
+"""Most checkpoints after which a site that was lost repeatedly is tried again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """What is started.
+    """One start of the sites.
 
     Attributes:
-        sites: The numbers of the sites that take part.
-        pause_after: Checkpoints after which they end, for the others to come back; None if all
-            are there.
+        sites: Numbers of the sites that take part.
+        pause_after: Checkpoints after which the sites end, so that the others can come back; None
+            if all are there.
     """
 
     sites: tuple[int, ...]
@@ -26,22 +26,21 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Restarts:
-    """What to do about failures.
+    """Policy for failures.
 
     Attributes:
         max_restarts: How many times all sites start again.
-        min_sites: With at least so many the others go on without a site that is lost; None for
-            never.
+        min_sites: Least number of sites that go on without a lost site; None: they never do.
     """
 
     max_restarts: int = 0
     min_sites: int | None = None
 
     def check(self, sites: int) -> None:
-        """Whether it fits.
+        """Checks `min_sites` against the number of sites.
 
         Raises:
-            RecipeError: There cannot be so few sites, or so many.
+            RecipeError: It is not from 1 to the number of sites.
         """
         if self.min_sites is not None and not 1 <= self.min_sites <= sites:
             raise RecipeError(f"--min-sites must be from 1 to the {sites} sites there are")
@@ -52,19 +51,20 @@ def supervise(
 ) -> None:
     """Starts the sites until their work is done.
 
-    A site that is lost is taken back after the next checkpoint of the others; after two, four and
-    so on, if it is lost time and again. Each such time there has been progress, so that it does
-    not count as a restart.
+    A lost site is taken back after the next checkpoint of the others; if it is lost repeatedly,
+    after two, four and so on. Each such time there has been progress, so that it does not count
+    as a restart.
 
     Args:
-        run: Starts an attempt, waits for it, leaves no process; whether the work is done.
-        sites: How many there should be.
-        restarts: What to do about failures.
-        say: Tells the user, in a line.
+        run: Starts an attempt, waits for it and leaves no process; returns whether the work is
+            done.
+        sites: Full number of sites.
+        restarts: Policy for failures.
+        say: Prints a line for the user.
 
     Raises:
-        RecipeError: The user must mend something: no restart would help.
-        SiteError: The last failure, when there may be no further restart.
+        RecipeError: The user made a mistake: no restart would help.
+        SiteError: The last failure, when no further restart is allowed.
     """
     everyone = Attempt(sites=tuple(range(sites)))
     attempt, made, times = everyone, 0, Counter[int]()
@@ -92,7 +92,7 @@ def supervise(
 def _without(
     attempt: Attempt, error: SiteError, restarts: Restarts, times: Counter[int]
 ) -> Attempt | None:
-    """The others, if they are enough."""
+    """Returns an attempt without the lost sites; None if that is not allowed."""
     rest = tuple(site for site in attempt.sites if site not in error.lost)
     if restarts.min_sites is None or not error.lost or len(rest) < restarts.min_sites:
         return None

@@ -1,4 +1,4 @@
-"""What went through a network interface."""
+"""Bytes and packets sent through a network interface."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Loopback counts no Ethernet header, which is too little to matter in its packets
 
 @dataclass(frozen=True)
 class InterfaceTraffic:
-    """Sent through an interface, headers and acknowledgements included.
+    """Traffic sent through an interface, headers and acknowledgements included.
 
     Attributes:
-        sent_bytes: Bytes.
-        packets: Packets. The kernel may count a train of segments as one packet and adds the
+        sent_bytes: Bytes sent.
+        packets: Packets sent. The kernel may count a train of segments as one packet and adds the
             headers of one to the bytes.
     """
 
@@ -28,7 +28,7 @@ class InterfaceTraffic:
 
     @property
     def payload_bytes(self) -> float:
-        """Bytes without the headers of the packets."""
+        """Bytes sent without the headers of the packets."""
         return self.sent_bytes - HEADER_BYTES * self.packets
 
     def __add__(self, other: InterfaceTraffic) -> InterfaceTraffic:
@@ -43,17 +43,17 @@ class InterfaceTraffic:
 
 @dataclass(frozen=True)
 class InterfaceCounter:
-    """The counters of an interface of this process's network namespace.
+    """Counters of an interface of this process's network namespace.
 
     Attributes:
-        interface: Its name.
-        sharers: Sites that send through it; each is given an equal part.
+        interface: Name of the interface.
+        sharers: Number of sites that send through it; each is given an equal part.
     """
 
     interface: str
     sharers: int = 1
 
     def read(self) -> InterfaceTraffic:
-        """All that was sent since the interface exists."""
+        """Returns this site's part of the traffic since the interface exists."""
         counters = psutil.net_io_counters(pernic=True, nowrap=False)[self.interface]
         return InterfaceTraffic(counters.bytes_sent, counters.packets_sent) / self.sharers

@@ -15,9 +15,7 @@ _REMEDIES = {
 
 
 def refuse_incapable(method: str, compressors: Compressors, comm: Comm) -> None:
-    """Raises if a transport lacks what a method needs.
-
-    An all-reduce is always needed, as any parameter may come to travel dense.
+    """Raises if a transport lacks all-reduce (all may travel dense) or what a method needs.
 
     Args:
         method: as text.

@@ -69,10 +69,7 @@ class Choosing:
         }
 
     def restart(self) -> None:
-        """Drops the last step's time, and the figures of the exchange under way once they arrive.
-
-        Called when a state is loaded, and when the session ends.
-        """
+        """Drops times and figures under way: a state is loaded, or the session ends."""
         self._last = None
         with suppress(ExchangeError):
             if not self._figures.is_silent:

@@ -65,11 +65,7 @@ class Handover:
 
 
 def taken(comm: Comm) -> Handover:
-    """Receives the handover on a joining site, while the others call `Handover.give`.
-
-    Raises:
-        ExchangeError: the messages cannot be read, or have another digest.
-    """
+    """Receives the handover on a joining site; raises ExchangeError if it cannot be right."""
     words_of_all(comm, [0])  # the exchange of the count in `give`
     try:
         length, check = json.loads(bytes(_from_source(comm, _ABOUT_BYTES).tolist()))

@@ -68,9 +68,7 @@ _LOG = logging.getLogger("outergrad")
 
 
 class Session:
-    """Session of a distributed model, whose gradients are shared as long as it is attached.
-
-    `distribute` returns it.
+    """Session of a distributed model, from `distribute`: shares gradients while it is attached.
 
     Args:
         inspection: of the model.
@@ -291,8 +289,8 @@ class Session:
     def flush(self) -> None:
         """Shares what the last steps of `og.LocalSteps` have changed.
 
-        With methods that share gradients nothing is left to share: it makes sure that all sites
-        have applied the same in the last step.
+        With methods that share gradients nothing is left to share, and it only checks that all
+        sites have applied the same in the last step.
 
         Raises:
             SiteLostError: another site is lost.
@@ -345,7 +343,7 @@ class Session:
         `og.Auto(frozen=session.choice())` uses it from the first step on, without trials.
 
         Raises:
-            RuntimeError: the methods of this session are not chosen by `og.Auto()`.
+            RuntimeError: the methods of this session are not chosen by the time of steps.
         """
         exchange = self._exchange
         chooser = exchange.compressors.chooser
@@ -363,8 +361,7 @@ class Session:
     def log(self, **values: float) -> None:
         """Sends values of the training loop to the recorders, as `log(loss=loss.item())`.
 
-        Each site logs its own values. They are not thinned by a recorder's `every`. Does nothing
-        without a recorder.
+        Each site logs its own values, not thinned by `every`. Without a recorder it does nothing.
 
         Args:
             **values: numbers by name, or tensors of one element.
@@ -401,15 +398,13 @@ class Session:
     def load_state_dict(self, state: StateDict | Sequence[StateDict]) -> None:
         """Goes on from saved states. Call it on every site: they check the states together.
 
-        With the same number of sites training goes on to the bit as if it had not been
-        interrupted. With another number, what the sites have not sent yet is divided among them,
-        so that none of it is lost. Load the model after `distribute`, which makes its buffers
-        equal to rank 0's.
+        With the same number of sites training goes on to the bit as without an interruption. With
+        another number, what the sites have not sent yet is divided among them, so that nothing is
+        lost. Load the model after `distribute`, which makes its buffers equal to rank 0's.
 
         Args:
             state: what this site's `state_dict()` returned, or a list of what it returned on all
-                sites, in the order of their ranks. The list is needed if the number of sites has
-                changed.
+                sites, in the order of their ranks, needed if the number of sites has changed.
 
         Raises:
             ValueError: on all sites, and nothing is changed: a state is of another version,
@@ -510,15 +505,13 @@ class Session:
             )
 
     def _end_watching(self) -> None:
-        """Ends the watcher with the last session, and answers sites that aborted before.
-
-        Those that abort later find this site's farewell.
-        """
+        """Ends the watcher after the last session; joins an abort of the others if there is one."""
         group, board = self._at.group, self._at.comm.board
         if not group.attached:
             group.end_watching()
         if board is None or group.lost is not None or group.pact.made == 0:
             return
+        # Sites that abort after this find the farewell instead.
         with suppress(BoardGoneError, SiteLostError, SitesChangedError):
             if is_in_trouble(board):
                 raise self._failure.lost_by(ExchangeError("others gave up", kind=Failure.CLOSED))

@@ -1,1 +1,1 @@
-"""What compares the methods: the links, and the sites that they join."""
+"""Benchmarks that compare the methods over links between sites."""

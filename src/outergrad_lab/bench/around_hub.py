@@ -1,4 +1,4 @@
-"""Steps of a training around a hub, timed at sites that are processes behind shaped lines."""
+"""Times training steps around a hub, at sites that are processes behind shaped links."""
 
 from __future__ import annotations
 
@@ -33,28 +33,29 @@ from outergrad_lab.training.split import Rows
 from outergrad_lab.training.training import Training, deal, start
 
 GRACE_S = 120.0
-"""Of the hub: above what a cut of a line takes."""
+"""Seconds for which the hub waits for an absent site: more than a cut of a line takes."""
 _TIMEOUT_S = 400.0
 _FEWEST, _MOST = 3, 30
-"""Rounds that are timed."""
+"""Least and most rounds that are timed."""
 _WARM = {"auto": 12}
-"""Rounds before: the policy measures first."""
+"""Untimed rounds before, by method: the policy of `auto` measures first."""
 _USUALLY_WARM, _WARM_OF_MANY_STEPS = 4, 1
 _CUT_AFTER_S, _AROUND_A_CUT_S = 0.2, 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class AroundHub:
-    """What is timed.
+    """Settings of one measurement.
 
     Attributes:
-        job: The training; its method does not matter.
-        methods: One after another. One of PyTorch's own goes from site to site, around no hub.
-        link: The line of each site.
-        hub_rate: Of the hub's line, which has the delay of the others.
-        seconds: About so long each method is timed.
-        cut_s: For how long a site's line is down once in each method that goes by the hub; 0 for
-            none.
+        job: Training job; its method is not used.
+        methods: Methods to time, one after another. A method of PyTorch's own goes from site to
+            site, around no hub.
+        link: Line of each site.
+        hub_rate: Rate of the hub's line, which has the delay of the others.
+        seconds: Approximate time for which each method is timed.
+        cut_s: Seconds for which a site's line is down once in each method that goes by the hub; 0
+            for no cut.
         data_dir: Folder of the data sets.
     """
 
@@ -69,15 +70,15 @@ class AroundHub:
 
 @dataclass
 class Rounds:
-    """What one site saw of one method; a round is what lies between two exchanges.
+    """Measurements of one method at one site; a round is what lies between two exchanges.
 
     Attributes:
-        steps: In a round.
-        ends_s: When each round was over, since all began.
-        sent_bytes: What left by its line in all rounds, headers and acknowledgements included.
-        received_bytes: What came.
-        undisturbed: How many rounds the cut was in; 0 for no cut.
-        disturbed_s: How long they took with it.
+        steps: Steps in a round.
+        ends_s: Seconds from the start of the measurement to the end of each round.
+        sent_bytes: Bytes sent by its line in all rounds, headers and acknowledgements included.
+        received_bytes: Bytes received by its line, likewise.
+        undisturbed: Number of rounds around the cut; 0 for no cut.
+        disturbed_s: Seconds that these rounds took with the cut.
     """
 
     steps: int
@@ -89,7 +90,7 @@ class Rounds:
 
 
 def time_around_hub(plan: AroundHub) -> dict[str, dict[str, Any]]:
-    """By method: seconds of a step at the slowest site, bytes of a line, what a cut costs.
+    """Times the methods: step at the slowest site, bytes of a line, cost of a cut; see `combined`.
 
     Raises:
         RecipeError: The machine lacks what networks need.
@@ -97,7 +98,7 @@ def time_around_hub(plan: AroundHub) -> dict[str, dict[str, Any]]:
     """
     from outergrad_lab.bench.hub import run_hub, widen
 
-    # Else gloo warns that the addresses of a namespace have no host names.
+    # Otherwise gloo warns that the addresses of a namespace have no host names.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with (
         places(plan.job.sites + 1, plan.link) as (*sites, hub),
@@ -115,7 +116,7 @@ def time_around_hub(plan: AroundHub) -> dict[str, dict[str, Any]]:
 
 
 def time_site(plan: AroundHub, folder: Path, site: int, place: Place) -> dict[str, Rounds]:
-    """What one site does, in a process of its own."""
+    """Runs one site, in a process of its own; returns its measurements by method."""
     from outergrad_lab.bench.hub import say_done, star_at
 
     place.enter()
@@ -156,7 +157,7 @@ def _warm(method: str, training: Training) -> int:
 
 
 def _ends(training: Training) -> Iterator[float]:
-    """Trains; when each round was over, by a clock that all processes share."""
+    """Trains without end; yields when each round was over, by a clock that all processes share."""
     losses = chain.from_iterable(map(training.epoch, count()))
     while True:
         for _ in islice(losses, training.replica.period):
@@ -167,7 +168,7 @@ def _ends(training: Training) -> Iterator[float]:
 def _undisturbed(
     rounds: Iterator[float], steps: int, warm: int, plan: AroundHub, meeting: Meeting
 ) -> Rounds:
-    """Rounds for about as long as is wanted, the same number at all sites."""
+    """Times rounds for about `plan.seconds`, equally many at all sites."""
     began = [time.monotonic(), *islice(rounds, warm)]
     usual_s = median(np.diff(began)[warm // 2 :])
     wanted = meeting.told(min(max(round(plan.seconds / usual_s), _FEWEST), _MOST))
@@ -180,7 +181,7 @@ def _undisturbed(
 
 
 def _disturb(found: Rounds, rounds: Iterator[float], cut_s: float, meeting: Meeting) -> None:
-    """Trains on while the line of the first site is down for a while."""
+    """Trains on while the line of site 0 is down for a while."""
     usual_s = median(np.diff([0.0, *found.ends_s]))
     wanted = int(meeting.told(min(math.ceil(_AROUND_A_CUT_S / usual_s), _MOST)))
     meeting.start()
@@ -192,7 +193,6 @@ def _disturb(found: Rounds, rounds: Iterator[float], cut_s: float, meeting: Meet
 
 
 def _cut(seconds: float) -> None:
-    """Nothing goes through this process's line meanwhile."""
     change = ["ip", "link", "set", INTERFACE]
     subprocess.run([*change, "down"], check=True)
     time.sleep(seconds)
@@ -200,13 +200,12 @@ def _cut(seconds: float) -> None:
 
 
 def _line_bytes() -> tuple[int, int]:
-    """Sent and received by this process's line since it is there."""
     found = psutil.net_io_counters(pernic=True, nowrap=False)[INTERFACE]
     return found.bytes_sent, found.bytes_recv
 
 
 def combined(sites: Sequence[Rounds]) -> dict[str, Any]:
-    """What all sites saw of a method, per step; a round is over when the last site has made it."""
+    """Combines the sites' rounds, per step; a round is over when the last site has made it."""
     steps, rounds = sites[0].steps, len(sites[0].ends_s)
     ends_s = np.max([site.ends_s for site in sites], axis=0)
     rounds_s = np.diff(ends_s, prepend=0.0)

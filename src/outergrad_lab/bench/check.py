@@ -1,4 +1,4 @@
-"""Whether sessions and peers say truly what they send."""
+"""Comparison of the bytes that sessions and peers report with those that the interface counts."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from outergrad_lab.peers.named import is_peer
 
 RELATIVE = 0.03
 MESSAGES_BYTES = 1024
-"""Per step and other site: what gloo adds to messages, and the segments TCP sends twice."""
+"""Bytes per step and other site for gloo's additions and segments that TCP sends twice."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A method's own account beside the counter of the interface, per step and site.
+    """Bytes reported for a method beside the counter of the interface, per step and site.
 
     Attributes:
         link: The link.
         method: The method.
-        claimed_bytes: By `session.stats()`, or a peer.
-        counted_bytes: By the interface, less 66 bytes of headers per packet.
-        allowed_bytes: By how much they may differ.
+        claimed_bytes: Bytes by `session.stats()`, or by a peer.
+        counted_bytes: Bytes by the interface, less 66 bytes of headers per packet.
+        allowed_bytes: Largest difference between them that is allowed.
     """
 
     link: str
@@ -32,7 +32,7 @@ class Check:
 
     @property
     def holds(self) -> bool:
-        """Whether they agree."""
+        """True if they agree."""
         return abs(self.counted_bytes - self.claimed_bytes) <= self.allowed_bytes
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class Check:
 
 
 def check(result: LinkResult, sites: int) -> list[Check]:
-    """Compares both accounts of every method that counts its bytes."""
+    """Compares both numbers for every method that counts its bytes."""
     return [
         Check(
             link=result.link,

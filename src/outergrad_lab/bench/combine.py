@@ -1,4 +1,4 @@
-"""Puts together what the sites have measured."""
+"""Combines the measurements of the sites."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outergrad_lab.bench.until import Mark
 
 
 def timings(found: Sequence[Found]) -> list[Timing]:
-    """Puts the blocks of all sites together, method by method."""
+    """Combines the blocks of all sites, method by method."""
     methods = found[0].blocks
     rounds_s = {name: _slowest_s([site.blocks[name] for site in found]) for name in methods}
     return [
@@ -53,15 +53,15 @@ def _timing(
 
 
 def _slowest_s(sites: list[list[Block]]) -> list[list[float]]:
-    """Seconds from step to step, each when the last site has made it, block by block.
+    """Returns seconds from step to step, each when the last site has made it, block by block.
 
-    Not the longest of each step: sites that are ahead in turn would count their waiting twice.
+    The longest time of each step would count the waiting of sites that are ahead by turns twice.
     """
     return [_last_s(blocks) for blocks in zip(*sites, strict=True)]
 
 
 def _last_s(blocks: Sequence[Block]) -> list[float]:
-    """All sites begin a block at the same moment."""
+    """Returns the seconds of one block's steps; all sites begin a block at the same moment."""
     ends_s = np.cumsum([[phases.step_s for phases in block.steps] for block in blocks], axis=1)
     return np.diff(ends_s.max(axis=0), prepend=0.0).tolist()
 
@@ -77,7 +77,7 @@ def _phases(steps: list[Phases]) -> dict[str, float]:
 
 
 def arrivals(found: Sequence[Found], until_loss: float) -> list[Arrival]:
-    """Puts the marks of all sites together, method by method."""
+    """Combines the marks of all sites, method by method."""
     return [_arrival(name, [s.marks[name] for s in found], until_loss) for name in found[0].marks]
 
 

@@ -1,4 +1,4 @@
-"""A hub and sites that are processes with networks of their own."""
+"""A hub, and sites that are processes with network namespaces of their own."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def widen(hub: Place, link: ShapedLink, rate: str) -> None:
     """Gives both ends of the hub's cable another rate than those of the sites have.
 
     Args:
-        hub: The last of the places.
-        link: That joins them.
-        rate: As the command line has it, or none.
+        hub: Place of the hub, the last of the places.
+        link: Link that joins the places.
+        rate: Rate as on the command line, or none.
     """
     if link.rate_bit_per_s is None or hub.namespace is None:
         return
@@ -38,13 +38,13 @@ def widen(hub: Place, link: ShapedLink, rate: str) -> None:
 
 
 def run_hub(folder: Path, place: Place, sites: int, grace_s: float = GRACE_S) -> list[float]:
-    """Relays until all sites are done; the most memory that this process had, in MB.
+    """Relays until all sites are done; returns the peak memory of this process, in MB.
 
     Args:
-        folder: Empty; where the sites find their kits, and say that they are done.
-        place: Of the hub, behind those of the sites.
-        sites: How many.
-        grace_s: How long one may be away.
+        folder: Empty folder, where the sites find their kits, and note that they are done.
+        place: Place of the hub, behind those of the sites.
+        sites: Number of sites.
+        grace_s: Seconds for which a site may be away.
     """
     place.enter()
     made = HubFolder(folder / "hub")
@@ -62,12 +62,12 @@ def run_hub(folder: Path, place: Place, sites: int, grace_s: float = GRACE_S) ->
 
 
 def star_at(folder: Path, rank: int) -> og.Star:
-    """A site's way to the hub, once that listens."""
+    """Returns a site's transport over the hub, once that listens."""
     while not (folder / "listening").exists():
         time.sleep(0.05)
     return og.Star(kit=folder / f"{rank}.kit")
 
 
 def say_done(folder: Path, rank: int) -> None:
-    """That a site needs the hub no more."""
+    """Notes that a site does not need the hub any more."""
     (folder / f"{rank}.done").touch()

@@ -1,4 +1,4 @@
-"""Blocks of steps, in which the methods take turns."""
+"""Blocks of steps, in which the methods alternate."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from outergrad_lab.data import Dataset
 
 @dataclass(frozen=True)
 class Block:
-    """Some steps in a row by one method, as one site measured them.
+    """Consecutive steps by one method, as one site measured them.
 
     Attributes:
         steps: The phases of each timed step.
-        sent: What the site's interface sent in all of them.
-        claimed_bytes: What outergrad's session, or a peer, says of them.
+        sent: Traffic that the site's interface sent in all of them.
+        claimed_bytes: Bytes sent in them, by outergrad's session or a peer.
     """
 
     steps: list[Phases]
@@ -30,12 +30,12 @@ class Block:
 
     @property
     def seconds(self) -> float:
-        """Of all its steps."""
+        """Seconds of all its steps."""
         return sum(phases.step_s for phases in self.steps)
 
 
 def take_block(trainer: Trainer, steps: int, counter: InterfaceCounter, meeting: Meeting) -> Block:
-    """Measures some steps; every site must."""
+    """Measures a block of steps; every site must call it."""
     meeting.start()
     sent, claimed = counter.read(), trainer.claimed_bytes()
     phases = [trainer.step() for _ in range(steps)]
@@ -54,7 +54,7 @@ class Trainers:
 
     Attributes:
         build: Makes the trainer of a method.
-        keep: Whether to hold all of them: else one at a time, where memory is short.
+        keep: Whether to hold all of them; False: one at a time, where memory is short.
     """
 
     build: Callable[[str], Trainer]
@@ -62,7 +62,7 @@ class Trainers:
     built: dict[str, Trainer] = field(default_factory=dict)
 
     def get(self, method: str, warmup: int) -> Trainer:
-        """Returns the trainer of a method, warm: caches filled, PowerSGD under way."""
+        """Returns the trainer of a method after warm-up: caches filled, PowerSGD under way."""
         fresh = method not in self.built
         if fresh and not self.keep:
             self.clear()
@@ -73,7 +73,7 @@ class Trainers:
         return self.built[method]
 
     def clear(self) -> None:
-        """Lets go of all of them."""
+        """Closes all trainers."""
         for trainer in self.built.values():
             trainer.close()
         self.built.clear()
@@ -85,10 +85,9 @@ def time_steps(
 ) -> Iterator[tuple[str, Block]]:
     """Measures every method, round by round, in another order each time.
 
-    What a method leaves behind, in caches and in processors, is not always the same method's to
-    bear.
-
-    A method whose time is used up is left out of further rounds.
+    The order changes so that the state in which one method leaves caches and processors does not
+    always affect the same other method. A method whose time is used up is left out of further
+    rounds.
     """
     trainers = Trainers(lambda method: Trainer(plan, method, data, meeting.site), keep)
     spent = dict.fromkeys(plan.methods, 0.0)
@@ -103,5 +102,5 @@ def time_steps(
 
 
 def _in_turn(methods: tuple[str, ...], turn: int) -> list[str]:
-    """As given at first, then in an order drawn at random; the same at every site."""
+    """Returns the given order at first, then a random one; the same at every site."""
     return Random(turn).sample(methods, len(methods)) if turn else list(methods)

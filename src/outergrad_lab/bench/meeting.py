@@ -1,4 +1,4 @@
-"""Where the sites of a benchmark meet without using the network that is measured."""
+"""Synchronisation of the sites of a benchmark without the network that is measured."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 PATIENCE = timedelta(hours=2)
-"""Above the slowest step of the slowest link; a site that dies ends the others at once."""
+"""Timeout above the slowest step of the slowest link; a site that dies ends the others at once."""
 
 HEAD_START_S = 0.03
-"""Time to read in the file when to start: sites look at it every 10 ms."""
+"""Seconds to read in the file when to start: sites look at it every 10 ms."""
 
 
 class Meeting:
-    """Agreements through a file that all sites can see.
+    """Barriers and agreements through a file that all sites can see.
 
     Every site must call the same methods in the same order.
     """
@@ -38,15 +38,15 @@ class Meeting:
     def start(self) -> None:
         """Waits until every site is here, and lets all go at the same moment.
 
-        After a barrier the first to go waits up to 10 ms for the last, as long as a step of
-        a small model takes.
+        After a barrier alone the first site would go up to 10 ms before the last, while a step of a
+        small model may take no longer.
         """
         self.barrier()
         moment_s = self.told(time.monotonic() + HEAD_START_S)  # all processes share this clock
         time.sleep(max(0.0, moment_s - time.monotonic()))
 
     def told(self, answer: float | None = None) -> float:
-        """Site 0's answer, at every site."""
+        """Returns site 0's answer at every site."""
         key = self._next()
         if self.site == 0:
             assert answer is not None

@@ -1,4 +1,4 @@
-"""What is to be measured."""
+"""Settings of a benchmark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outergrad_lab.training.job import require
 from outergrad_lab.workloads import WORKLOADS, Workload
 
 COMPARED = ("ddp", "powersgd-4", "dense", "dad", "rank-dad-4", "auto")
-"""What one wants to know first: PyTorch's own, exact and approximate, and the default."""
+"""Methods compared by default: PyTorch's own, exact and approximate ones, and the default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,16 +21,16 @@ class Plan:
 
     Attributes:
         workload: A key of `WORKLOADS`.
-        methods: What to compare: names that `attach_of` knows.
+        methods: Methods to compare: names that `attach_of` knows.
         sites: Number of sites.
         steps: Timed steps in a block.
         rounds: Blocks of each method, at most.
         warmup: Untimed steps before the first block of a method.
-        seconds: After so long on one link a method gets no further round.
+        seconds: Seconds on one link after which a method gets no further round.
         threads: PyTorch's, at each site.
-        until_loss: Train on real data until the test loss is so low, instead of timing steps.
-        check_every: Steps between two looks at the test loss.
-        max_steps: Where to give up if it does not get there.
+        until_loss: Test loss until which real data is trained on, instead of timing steps.
+        check_every: Steps between two checks of the test loss.
+        max_steps: Steps after which a method that has not reached the loss is abandoned.
         data_dir: Folder of the data sets.
     """
 
@@ -48,11 +48,6 @@ class Plan:
     data_dir: Path = Path("data")
 
     def __post_init__(self) -> None:
-        """Checks every value.
-
-        Raises:
-            RecipeError: One is not allowed; the error names its option.
-        """
         require(
             self.workload in WORKLOADS,
             "workload",
@@ -78,5 +73,5 @@ class Plan:
 
     @property
     def recipe(self) -> Workload:
-        """The workload itself."""
+        """Workload of the measurement."""
         return WORKLOADS[self.workload]

@@ -1,4 +1,4 @@
-"""Results as a picture, drawn by seaborn."""
+"""Results as a figure, drawn by seaborn."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def plot(results: Results, path: Path) -> None:
 
 
 def draw(results: Results) -> Figure:
-    """The picture: ways to a loss; else lines over many links, bars of few."""
+    """Returns the figure: curves to a loss; else lines over many links, bars for few."""
     if results.links[0].arrivals:
         return _ways(results)
     return _lines(results) if len(results.links) > FEW_LINKS else _bars(results)
 
 
 def _lines(results: Results) -> Figure:
-    """Seconds and bytes against the rate of the link, from the slowest to the unshaped."""
+    """Draws seconds and bytes over the rate of the link, from the slowest to the unshaped one."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     links = sorted(results.links, key=lambda link: link.rate_bit_per_s or math.inf)
@@ -65,7 +65,7 @@ def _lines(results: Results) -> Figure:
 
 
 def _bars(results: Results) -> Figure:
-    """Seconds and bytes of every method, a row per link; bars say how many times below DDP's."""
+    """Draws bars per method, a row per link, labelled with how many times below DDP they are."""
     figure, grid = _grid(results, 0.8 + 0.25 * len(results.links[0].timings))
     for (left, right), link in zip(grid, results.links, strict=True):
         timings = link.timings
@@ -89,18 +89,18 @@ def _draw_bars(
 
 
 def gain(ratio: float | None) -> str:
-    """How many times less than DDP's: nothing where DDP is not there, or nothing sent."""
+    """Formats how many times less than DDP's a value is; empty without DDP or without bytes."""
     return fold(1 / ratio) if ratio else ""
 
 
 def byte_ratios(link: LinkResult) -> list[float | None]:
-    """Of every method's bytes to DDP's."""
+    """Returns the ratio of every method's bytes to DDP's."""
     ddp = next((t.sent_bytes for t in link.timings if t.method == "ddp"), None)
     return [t.sent_bytes / ddp if ddp else None for t in link.timings]
 
 
 def _ways(results: Results) -> Figure:
-    """Test loss against seconds and against bytes, link by link."""
+    """Draws test loss over seconds and over bytes, link by link."""
     figure, grid = _grid(results, 3.6)
     for (left, right), link in zip(grid, results.links, strict=True):
         rows = [
@@ -120,7 +120,6 @@ def _ways(results: Results) -> Figure:
 
 
 def _draw_lines(axes: Axes, found: DataFrame, x: str, y: str, **changes: Any) -> None:
-    """A line per method."""
     methods = list(found["method"].unique())
     looks = told_apart([Method.parse(method).look for method in methods])
     for method, look in zip(methods, looks, strict=True):
@@ -129,7 +128,7 @@ def _draw_lines(axes: Axes, found: DataFrame, x: str, y: str, **changes: Any) ->
 
 
 def _grid(results: Results, height: float) -> tuple[Figure, Any]:
-    """A row per link, with what was measured there above it."""
+    """Returns a figure with a row per link, under a title that says what was measured."""
     rows = len(results.links)
     figure = Figure(figsize=(10, height * rows + 0.4), layout="constrained")
     grid = figure.subplots(rows, 2, squeeze=False)

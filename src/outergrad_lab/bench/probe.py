@@ -1,4 +1,4 @@
-"""What the link between two sites can do, measured before it is used."""
+"""Measures rate and latency of the link between two sites before a benchmark."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ HALF_SECOND = 0.5
 
 @dataclass(frozen=True)
 class Probe:
-    """A link as a large message and a small one find it.
+    """Rate and latency of a link, measured with a large message and small ones.
 
     Attributes:
-        rate_bit_per_s: Payload of a message from site 0 to site 1.
-        rtt_s: Fastest return of a small message.
+        rate_bit_per_s: Payload rate of a message from site 0 to site 1.
+        rtt_s: Fastest round trip of a small message, in seconds.
     """
 
     rate_bit_per_s: float
@@ -26,13 +26,13 @@ class Probe:
 
 
 def probe(rate_bit_per_s: float | None) -> Probe | None:
-    """Measures between sites 0 and 1; every site must call it.
+    """Measures the link between sites 0 and 1; every site must call it.
 
     Args:
-        rate_bit_per_s: What is expected, for a message of half a second.
+        rate_bit_per_s: Expected rate, for a message of half a second; None if unshaped.
 
     Returns:
-        What site 0 found; None at the other sites.
+        Measurement of site 0; None at the other sites.
     """
     size = UNSHAPED_BYTES if rate_bit_per_s is None else int(rate_bit_per_s / 8 * HALF_SECOND)
     small, large = torch.zeros(1), torch.zeros(max(1, min(size, UNSHAPED_BYTES) // 4))

@@ -1,4 +1,4 @@
-"""What a benchmark leaves: tables on the screen, a file and a plot."""
+"""Output of a benchmark: tables on the screen, a file and a plot."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from outergrad_lab.bench.results import LinkResult, Results
 from outergrad_lab.bench.table import PAIRING, phases_lines, table
 
 WIDTH = 110
-"""Columns of a file that the tables are written to."""
+"""Columns of the tables if the output is no terminal."""
 
 
 class Report:
-    """Tells of each link when it is done, and of all at the end.
+    """Reports on each link when it is done, and on all at the end.
 
     Args:
-        path: The file for the results; nothing is lost of the links done, whatever happens.
+        path: File for the results. It is saved after each link, so that finished links are not
+            lost.
         checked: Whether to compare the sessions' count of bytes with the interface's.
         verbose: Whether to show the phases of a step.
     """
 
     def __init__(self, path: Path, *, checked: bool, verbose: bool) -> None:
-        """Makes the folder, to learn at once if that cannot be."""
+        """Makes the folder, so that an error shows at once."""
         self.path, self.checked, self.verbose = path, checked, verbose
         self.checks: list[Check] = []
         self.console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
@@ -43,12 +44,12 @@ class Report:
             raise RecipeError(f"--out {path}: cannot be written")
 
     def begin(self, notes: Sequence[str]) -> None:
-        """Says what a reader must know to believe the figures."""
+        """Prints caveats about the figures."""
         for note in notes:
             self.console.print(f"Note: {note}.", highlight=False, soft_wrap=True)
 
     def link_done(self, results: Results, link: LinkResult) -> None:
-        """Shows the table of a link and saves what there is."""
+        """Prints the table of a link and saves all results so far."""
         self.console.print(table(results, link))
         if any(timing.ratio_to_ddp is not None for timing in link.timings):
             self.console.print(PAIRING, highlight=False)
@@ -60,7 +61,7 @@ class Report:
             results.save(self.path)
 
     def end(self, results: Results) -> None:
-        """Draws the plot and says where everything lies.
+        """Draws the plot and prints the paths of the files.
 
         Raises:
             CheckError: A session's count of bytes is wrong, or there is none.
@@ -89,7 +90,6 @@ class Report:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Tells in one line of a path that cannot be written."""
     try:
         yield
     except OSError as error:
@@ -97,7 +97,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def result_file(out: Path, plan: Plan, links: Sequence[ShapedLink]) -> Path:
-    """The file that was asked for, or a new one in the folder that was."""
+    """Returns the requested file, or a new one in the requested folder."""
     if out.suffix == ".json":
         return out
     joined = "_".join(link.name for link in links)

@@ -1,4 +1,4 @@
-"""What a benchmark found, as it is kept in a file."""
+"""Results of a benchmark, as they are kept in a file."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Timing:
     """One method on one link. Bytes are per step and a mean over sites, unless by site.
 
     Attributes:
-        method: Its name.
+        method: Name of the method.
         rounds_s: Seconds of each timed step until the last site has made it, block by block.
         median_s: Their median.
         quartiles_s: Their first and third quartile.
         ratio_to_ddp: Median over rounds of the block's median to that of DDP in that round, so
             that what slows the machine for a while falls on both; None without DDP.
-        sent_bytes: What the interface sent, headers and acknowledgements included.
-        payload_bytes: The same without the headers of packets.
+        sent_bytes: Bytes that the interface sent, headers and acknowledgements included.
+        payload_bytes: Bytes that the interface sent, without the headers of packets.
         packets: Number of packets.
-        sent_bytes_by_site: For each site.
-        claimed_bytes: What `session.stats()`, or a peer, says was sent; None of others.
+        sent_bytes_by_site: Bytes that the interface of each site sent.
+        claimed_bytes: Sent bytes by `session.stats()`, or by a peer; None for other methods.
         phases_s: Median seconds of each phase of a step at site 0.
     """
 
@@ -47,14 +47,14 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival(Mark):
-    """One method's way to the wanted loss on one link: where it ended, and how it got there.
+    """One method's course to the wanted loss on one link: its last mark, and all marks before.
 
     Seconds are those at the slowest site, bytes a mean over sites.
 
     Attributes:
-        method: Its name.
-        reached: Whether it got there, or was given up.
-        way: Every mark on the way.
+        method: Name of the method.
+        reached: Whether it reached the loss; otherwise it was abandoned.
+        way: All marks, in order.
     """
 
     method: str
@@ -64,14 +64,14 @@ class Arrival(Mark):
 
 @dataclass(frozen=True, kw_only=True)
 class LinkResult:
-    """What came out on one link.
+    """Results on one link.
 
     Attributes:
-        link: Its name.
-        rate_bit_per_s: What was asked for; None if unshaped.
-        rtt_s: Latency that was asked for, there and back.
+        link: Name of the link.
+        rate_bit_per_s: Requested rate; None if unshaped.
+        rtt_s: Requested round-trip time, in seconds.
         loopback: Whether all sites shared this machine's loopback interface.
-        probe: What the link could do.
+        probe: Measured rate and latency.
         data: Name of the data.
         timings: One per method, or none with a wanted loss.
         arrivals: One per method, or none without.
@@ -89,14 +89,14 @@ class LinkResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """A whole run.
+    """Results of a whole benchmark.
 
     Attributes:
         about: Command, machine, versions and commit.
-        plan: What was asked for.
+        plan: Settings of the benchmark.
         parameters: Number of the model's parameters.
-        notes: What a reader must know to believe the figures.
-        links: What came out, link by link.
+        notes: Caveats about the figures.
+        links: Results on each link.
     """
 
     about: dict[str, Any]
@@ -106,14 +106,14 @@ class Results:
     links: list[LinkResult]
 
     def save(self, path: Path) -> None:
-        """Writes JSON, whole or not at all; a loss that is no number becomes null."""
+        """Writes JSON atomically; a loss that is no number becomes null."""
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(_finite(asdict(self)), indent=1, default=str, allow_nan=False)
         write_whole(path, text + "\n")
 
     @staticmethod
     def load(path: Path) -> Results:
-        """Reads what was saved."""
+        """Reads a saved file."""
         found = json.loads(path.read_text())
         return Results(**found | {"links": [_link(link) for link in found["links"]]})
 
@@ -131,7 +131,7 @@ def _link(found: dict[str, Any]) -> LinkResult:
 
 
 def _finite(value: Any) -> Any:
-    """The same without infinity and NaN, which JSON has no words for."""
+    """Returns the value with None for infinity and NaN, which JSON does not have."""
     if isinstance(value, dict):
         return {name: _finite(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):

@@ -22,7 +22,7 @@ from outergrad_lab.bench.results import LinkResult, Results
 from outergrad_lab.bench.site import Found, run_site
 
 COPIES = 6
-"""Of the parameters that a method holds at most: with gradients, buckets and error feedback."""
+"""Copies of the parameters that a method holds at most: gradients, buckets, error feedback."""
 
 
 def bench(
@@ -37,15 +37,15 @@ def bench(
     """Measures a plan on every link.
 
     Args:
-        plan: What to measure.
-        links: Where, one after another.
+        plan: Settings of the benchmark.
+        links: Links, one after another.
         command: The command line, to be kept with the results.
         done: Called after each link with all results so far and those of that link.
-        verbose: Whether a failure tells its traceback.
+        verbose: Whether a failure includes its traceback.
         shown: Whether there is a bar.
 
     Raises:
-        RecipeError: The user must mend something.
+        RecipeError: The user made a mistake.
         SiteError: A site failed; the others have been ended.
     """
     parameters = count_parameters(plan)
@@ -66,8 +66,8 @@ def bench(
 def measure_link(
     plan: Plan, link: ShapedLink, keep: bool, verbose: bool, shown: bool
 ) -> LinkResult:
-    """Starts a process per site, each at its place, and puts together what they found."""
-    # Else gloo warns that the addresses of a namespace have no host names.
+    """Runs a process per site, each at its place, and combines their measurements."""
+    # Otherwise gloo warns that the addresses of a namespace have no host names.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with (
         places(plan.sites, link) as sites,
@@ -94,19 +94,19 @@ def _result(plan: Plan, link: ShapedLink, found: list[Found]) -> LinkResult:
 
 
 def count_parameters(plan: Plan) -> int:
-    """Numbers in the workload's model, counted without allocating it."""
+    """Returns the number of the model's parameters, counted without allocating them."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in plan.recipe.build().parameters())
 
 
 def fits(plan: Plan, parameters: int) -> bool:
-    """Whether all sites can hold the models of all methods at once in half of the free memory."""
+    """True if the models of all methods and sites fit in half of the free memory at once."""
     needed_bytes = 4 * parameters * COPIES * len(plan.methods) * plan.sites
     return plan.until_loss is not None or 2 * needed_bytes < psutil.virtual_memory().available
 
 
 def notes(plan: Plan, links: Sequence[ShapedLink]) -> list[str]:
-    """What a reader must know to believe the figures."""
+    """Returns caveats about the figures."""
     said = []
     wanted, there = plan.sites * plan.threads, cores()
     if wanted > there:

@@ -1,4 +1,4 @@
-"""What one site does in a benchmark, in a process of its own."""
+"""Runs one site of a benchmark, in a process of its own."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from outergrad_lab.bench.until import Mark, train_until
 
 @dataclass
 class Found:
-    """What one site has measured on one link.
+    """Measurements of one site on one link.
 
     Attributes:
         data: Name of the data.
-        probe: What the link can do, where this site measured it.
+        probe: Rate and latency of the link, where this site measured them.
         blocks: The timed blocks of every method.
-        marks: The way of every method to the wanted loss.
+        marks: The marks of every method on its course to the wanted loss.
     """
 
     data: str
@@ -38,7 +38,7 @@ class Found:
     marks: dict[str, list[Mark]] = field(default_factory=dict)
 
     def add(self, method: str, measured: Block | Mark) -> None:
-        """Notes one measurement."""
+        """Adds one measurement."""
         if isinstance(measured, Block):
             self.blocks.setdefault(method, []).append(measured)
         else:
@@ -58,11 +58,11 @@ def run_site(
     """Joins the other sites and measures.
 
     Args:
-        plan: What to measure.
-        link: What joins the sites.
-        place: Where this site runs; this process goes there for good.
-        folder: Where the sites meet; empty before.
-        site: This site's number.
+        plan: Settings of the benchmark.
+        link: Link that joins the sites.
+        place: Place of this site; this process moves there for good.
+        folder: Folder where the sites meet; empty before.
+        site: Number of this site.
         keep: Whether to hold the models of all methods at once.
         shown: Whether site 0 shows a bar.
     """
@@ -112,7 +112,7 @@ def _shown(
     left: TimeLeft,
     shown: bool,
 ) -> Iterator[tuple[str, Block | Mark]]:
-    """Passes measurements on and shows a bar that says what is done."""
+    """Yields the measurements, and shows a bar with the progress."""
     with step_bars(shown=shown) as bars:
         task = bars.add_task(title, total=total)
         for method, one in measured:

@@ -1,4 +1,4 @@
-"""Results in the terminal."""
+"""Results as tables in the terminal."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Row = dict[str, str]
 
 
 def table(results: Results, result: LinkResult) -> Table:
-    """Sets the methods side by side on one link."""
+    """Returns a table of the methods on one link."""
     shown = Table(
         title=title(results, result),
         title_justify="left",
         title_style="bold",
         box=SIMPLE_HEAD,
-        pad_edge=False,  # every figure has its place in 80 columns
+        pad_edge=False,  # so that all figures fit in 80 columns
     )
     rows = arrival_rows(result) if result.arrivals else timing_rows(result)
     for heading in rows[0]:
-        folds = heading == "method"  # a long name takes lines, rather than the figures' place
+        folds = heading == "method"  # a long name is wrapped, so that the figures fit
         justify: JustifyMethod = "left" if folds else "right"
         shown.add_column(heading, justify=justify, no_wrap=not folds, overflow="fold")
     for row in rows:
@@ -35,7 +35,7 @@ def table(results: Results, result: LinkResult) -> Table:
 
 
 def title(results: Results, result: LinkResult) -> str:
-    """Says what was measured, and where."""
+    """Returns a line that says what was measured, and where."""
     plan = results.plan
     link = "UNSHAPED, loopback" if result.loopback else f"link {result.link}"
     if result.probe:
@@ -48,7 +48,7 @@ PAIRING = "x DDP: the median step of a round by DDP's in that round; of all roun
 
 
 def timing_rows(result: LinkResult) -> list[Row]:
-    """Step times, a row per method."""
+    """Returns step times, a row per method."""
     ddp_bytes = next((t.sent_bytes for t in result.timings if t.method == "ddp"), None)
     return [_timing_row(timing, ddp_bytes) for timing in result.timings]
 
@@ -66,7 +66,7 @@ def _timing_row(timing: Timing, ddp_bytes: float | None) -> Row:
 
 
 def arrival_rows(result: LinkResult) -> list[Row]:
-    """Times to the wanted loss, a row per method; only those that got there are compared."""
+    """Returns times to the wanted loss, a row per method; compares only those that reached it."""
     ddp = next((a for a in result.arrivals if a.method == "ddp" and a.reached), None)
     return [_arrival_row(one, ddp if one.reached else None) for one in result.arrivals]
 
@@ -90,7 +90,7 @@ def _fewer(one: Timing | Arrival, ddp_bytes: float | None) -> str:
 
 
 def phases_lines(timings: Sequence[Timing]) -> str:
-    """Where the milliseconds of a step go, a line per method."""
+    """Formats the milliseconds of each phase of a step, a line per method."""
     return "\n".join(f"  {timing.method}: {_phases(timing)}" for timing in timings)
 
 

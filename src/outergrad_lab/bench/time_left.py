@@ -1,4 +1,4 @@
-"""How long a training to a loss will take yet."""
+"""Estimates of the remaining time of a training to a loss."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from outergrad_lab.bench.until import Mark, is_done
 
 
 def steps_left(marks: list[Mark], wanted: float) -> float:
-    """Steps until a loss, if it goes on to fall by as large a share per step as in the last half.
+    """Estimates the steps to a loss, if it falls by the same share per step as in the last half.
 
     Args:
-        marks: Of one method so far.
+        marks: Marks of one method so far.
         wanted: The loss.
 
     Returns:
-        infinity where it does not fall, or is not known yet.
+        Number of steps; infinity where the loss does not fall, or nothing is known yet.
     """
     now, before = marks[-1], marks[(len(marks) - 1) // 2]
     if now.loss <= wanted:
@@ -30,28 +30,28 @@ def steps_left(marks: list[Mark], wanted: float) -> float:
 
 
 class TimeLeft:
-    """Estimates it from the marks of all methods.
+    """Estimates the remaining time from the marks of all methods.
 
     Args:
-        plan: What is measured.
+        plan: Settings of the benchmark.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._marks = plan, defaultdict[str, list[Mark]](list)
 
     def told(self, method: str, mark: Mark) -> str:
-        """Where a method is, and how long all of them will take yet."""
+        """Returns a line about a method's loss and the remaining time of all methods."""
         self._marks[method].append(mark)
         left = duration(self.seconds())
         return f"{method} at loss {mark.loss:.3f} of {self._plan.until_loss:g}, about {left} left"
 
     def seconds(self) -> float:
-        """Of steps, by all methods in turns; what has not begun is taken to be as the others."""
+        """Remaining seconds of steps by all methods; those not begun count as the others do."""
         left = [self._seconds(marks) for marks in self._marks.values()]
         return sum(left) * len(self._plan.methods) / len(left)
 
     def _seconds(self, marks: list[Mark]) -> float:
-        """No more than until the method is given up."""
+        """Remaining seconds of one method, at most until it is abandoned."""
         plan, now = self._plan, marks[-1]
         if is_done(plan, now):
             return 0.0

@@ -22,14 +22,14 @@ from outergrad_lab.training.split import Batches, even_split, full_batches
 
 @dataclass(frozen=True)
 class Phases:
-    """Where the time of one step went.
+    """Seconds of the phases of one step.
 
     Attributes:
         forward_s: Seconds of the forward pass and the loss.
-        backward_s: Of the backward pass with the exchange, compress and wait included.
-        optimizer_s: Of the optimizer.
-        compress_s: What outergrad's session spent on turning rows into factors.
-        wait_s: What the training thread waited for other sites in outergrad's session.
+        backward_s: Seconds of the backward pass, including the exchange, compress and wait.
+        optimizer_s: Seconds of the optimizer.
+        compress_s: Seconds that outergrad's session spent on turning rows into factors.
+        wait_s: Seconds that the training thread waited for other sites in outergrad's session.
     """
 
     forward_s: float
@@ -40,17 +40,17 @@ class Phases:
 
     @property
     def step_s(self) -> float:
-        """The whole step."""
+        """Seconds of the whole step."""
         return self.forward_s + self.backward_s + self.optimizer_s
 
     @staticmethod
     def names() -> list[str]:
-        """The phases."""
+        """Returns the names of the phases."""
         return [field.name for field in fields(Phases)]
 
 
 def dataset(plan: Plan) -> tuple[Dataset, str]:
-    """The workload's real data where its files are, else random data of the same shape.
+    """Loads the workload's real data where its files are, else random data of the same shape.
 
     Returns:
         The data and its name.
@@ -62,7 +62,7 @@ def dataset(plan: Plan) -> tuple[Dataset, str]:
 
 
 def batches(plan: Plan, data: Dataset, site: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """This site's batches without end."""
+    """Returns this site's batches without end."""
     rows_by_site = even_split(data, plan.sites, 0)
     sizes = [plan.recipe.batch_size] * plan.sites
     return Batches(
@@ -77,7 +77,7 @@ def batches(plan: Plan, data: Dataset, site: int) -> Iterator[tuple[Tensor, Tens
 
 
 class Trainer:
-    """The same weights and batches as every other method, a process group of its own."""
+    """Trains by one method: weights and batches as for all, a process group of its own."""
 
     def __init__(self, plan: Plan, method: str, data: Dataset, site: int) -> None:
         """Builds the model; every site must, for the same method."""
@@ -108,13 +108,13 @@ class Trainer:
         return stats.compress_s, stats.wait_s
 
     def claimed_bytes(self) -> int | None:
-        """What outergrad's session, or a peer, says it has sent; None if there is neither."""
+        """Returns the bytes sent by outergrad's session, or a peer; None if there is neither."""
         if self.replica.peer:
             return self.replica.peer.sent_bytes
         return self.replica.session.stats().total_sent_bytes if self.replica.session else None
 
     def close(self) -> None:
-        """Lets go of the group; every site must."""
+        """Closes the replica and destroys the group; every site must call it."""
         self.replica.close()
         if self.group:
             dist.destroy_process_group(self.group)

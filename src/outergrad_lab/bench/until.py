@@ -18,12 +18,12 @@ TEST_ROWS = 1000
 
 @dataclass(frozen=True)
 class Mark:
-    """How far a method has come.
+    """Progress of a method.
 
     Attributes:
         steps: Steps since the start.
-        seconds: Spent in them at this site.
-        sent_bytes: Sent in them by this site's interface.
+        seconds: Seconds spent in them at this site.
+        sent_bytes: Bytes sent in them by this site's interface.
         loss: Mean cross-entropy on the first 1000 rows of the test data.
     """
 
@@ -33,7 +33,7 @@ class Mark:
     loss: float = float("inf")
 
     def after(self, block: Block, loss: float) -> Mark:
-        """The mark one block later."""
+        """Returns the mark one block later."""
         return Mark(
             steps=self.steps + len(block.steps),
             seconds=self.seconds + block.seconds,
@@ -45,9 +45,9 @@ class Mark:
 def train_until(
     plan: Plan, data: Dataset, counter: InterfaceCounter, meeting: Meeting
 ) -> Iterator[tuple[str, Mark]]:
-    """Trains by every method in turns, a block each, and drops those that are done.
+    """Trains with every method by turns, a block each, and drops those that are done.
 
-    The first steps count, too. Site 0 looks at the test loss, outside of the time.
+    The first steps count, too. Site 0 computes the test loss, outside of the measured time.
     """
     trainers = {method: Trainer(plan, method, data, meeting.site) for method in plan.methods}
     marks = dict.fromkeys(plan.methods, Mark())
@@ -66,7 +66,7 @@ def _test_loss(trainer: Trainer, data: Dataset, meeting: Meeting) -> float:
 
 
 def is_done(plan: Plan, mark: Mark) -> bool:
-    """Whether a method has got there, or is given up."""
+    """True if a method has reached the loss, or is abandoned."""
     assert plan.until_loss is not None
     given_up = mark.steps >= plan.max_steps or mark.seconds >= plan.seconds
     return mark.loss <= plan.until_loss or given_up

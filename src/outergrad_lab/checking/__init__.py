@@ -1,1 +1,1 @@
-"""Checks how sites decide whether a step counts, in random executions of a model of it."""
+"""Model checker: random executions of the protocols by which sites decide whether a step counts."""

@@ -1,4 +1,4 @@
-"""The agreement of `outergrad.step.agreement`, on a store in which calls take their time."""
+"""Runs the agreement of `outergrad.step.agreement` on a simulated store."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from outergrad_lab.checking.network import Store, StoreGoneError
 from outergrad_lab.checking.world import Process, Waiting
 
 CALL_S = 2.0
-"""For a call of the store."""
+"""Limit of a call of the store, in seconds."""
 
 
 def farewell_key(site: int) -> str:
-    """Where a site that ends in order leaves word of it."""
+    """Returns the key under which a site that ends in order leaves its farewell."""
     return f"end {site}"
 
 
 def agreed(store: Store, process: Process, agreement: Agreement) -> Waiting[Outcome]:
-    """Goes through an agreement."""
+    """Runs an agreement to its outcome; each call of the store takes simulated time."""
     asking, changes, rested = agreement.reach(), store.changes, True
     try:
         request = next(asking)
@@ -44,7 +44,6 @@ def agreed(store: Store, process: Process, agreement: Agreement) -> Waiting[Outc
 
 
 def _call(store: Store, request: Request) -> Callable[[], Any]:
-    """What is to be done in the store."""
     match request:
         case First(key, text):
             return lambda: store.set_first(key, text)

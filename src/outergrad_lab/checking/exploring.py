@@ -1,4 +1,4 @@
-"""Many executions of a protocol, and the simplest one that goes wrong."""
+"""Many random executions of a protocol, and the simplest one that fails."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Protocol = Callable[[Process, Network, Store, Trial], Site]
 
 _END_S = 1000.0
 _CHANCES = 40
-"""How many other chances a simpler trial gets to go wrong, too."""
+"""Number of seeds with which a simpler trial is tried, to fail as well."""
 
 
 def execute(trial: Trial, protocol: Protocol, *, traced: bool = False) -> tuple[Verdict, list[str]]:
-    """One execution.
+    """Runs one execution.
 
     Returns:
-        What came of it, and what happened, if that is traced.
+        The verdict, and one line per event if traced.
     """
     world = World(trial.seed, traced=traced)
     processes = [Process(world, rank) for rank in range(trial.sites)]
@@ -78,15 +78,15 @@ def _happen(
 
 @dataclass
 class Found:
-    """What many executions came to.
+    """Totals over many executions.
 
     Attributes:
-        executions: how many.
-        lost: in how many some site lost another.
-        doubted: in how many sites differed, and said that they may.
-        needless: in how many sites said so that did not differ.
-        wrong: how many of each kind went wrong.
-        seeds: of the first that did, by kind.
+        executions: number of executions.
+        lost: number of those in which some site lost another.
+        doubted: number of those in which sites differed.
+        needless: number of those in which sites reported a possible difference, but none differed.
+        wrong: number of failures by kind.
+        seeds: seed of the first failure of each kind.
     """
 
     executions: int = 0
@@ -97,7 +97,7 @@ class Found:
     seeds: dict[str, object] = field(default_factory=dict)
 
     def add(self, seed: object, verdict: Verdict) -> None:
-        """Counts one."""
+        """Adds the verdict on one execution."""
         self.executions += 1
         self.lost += verdict.lost
         self.doubted += verdict.doubted
@@ -107,7 +107,7 @@ class Found:
             self.seeds.setdefault(kind, seed)
 
     def merge(self, other: Found) -> None:
-        """Adds others'."""
+        """Adds the totals of another object."""
         self.executions += other.executions
         self.lost += other.lost
         self.doubted += other.doubted
@@ -117,12 +117,12 @@ class Found:
 
 
 def kinds(verdict: Verdict) -> set[str]:
-    """What went wrong, in a word each."""
+    """Returns the kinds of failures in a verdict, a word each."""
     return {told.split(":")[0] for told in verdict.wrong}
 
 
 def explore(protocol: Protocol, seeds: Iterable[object]) -> Found:
-    """Makes an execution of each seed."""
+    """Runs an execution of each seed."""
     found = Found()
     for seed in seeds:
         found.add(seed, execute(draw(seed), protocol)[0])
@@ -130,7 +130,7 @@ def explore(protocol: Protocol, seeds: Iterable[object]) -> Found:
 
 
 def shrunk(trial: Trial, protocol: Protocol, kind: str) -> Trial:
-    """A trial that goes wrong in the same way, with as little as possible in it."""
+    """Returns a trial that fails in the same way, with as little as possible in it."""
     for less in simpler(trial):
         for chance in range(_CHANCES):
             other = replace(less, seed=trial.seed if chance == 0 else f"{trial.seed}/{chance}")

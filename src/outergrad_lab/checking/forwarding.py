@@ -1,9 +1,10 @@
 """Sites that apply a step once they have all its messages, and keep these for others.
 
-Each says so in a message that nobody waits for before the end of the next step, or by its messages
-of the next step (`implying.py`); until all have said so, the step is kept. Where a site is lost,
-those that are left agree (`agreement.py`): if one has made a step, all others get it. A second
-program of each site does so also while the first computes.
+Each site reports an applied step by a vote, for which nobody waits before the end of the next step,
+or implicitly by its messages of the next step (`implying.py`). The step is kept until all sites
+have reported it. Where a site is lost, the remaining sites agree (`agreement.py`): if one of them
+has applied a step, all others get it. A second program of each site takes part in that even while
+the first computes.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from outergrad_lab.checking.trial import Trial
 from outergrad_lab.checking.world import FOREVER, Process, Waiting
 
 _AGAIN, _ANSWERS, _VOTES = 1, 2, 3
-"""Lanes: for what arrived damaged, for the same once more, and for what sites have applied."""
+"""Lanes: requests for a damaged message, messages sent again, and votes on applied steps."""
 
 
 class ForwardingSite(Site):
-    """Retains and forwards."""
+    """A site of the retain-and-forward protocol."""
 
     blames_itself = True
 
@@ -38,7 +39,7 @@ class ForwardingSite(Site):
         network.posted.add(_VOTES)
 
     def program(self) -> Waiting[None]:
-        """With a second one that answers the others."""
+        """Runs the training beside programs that answer requests and watch for aborts."""
         self.process.start(self._answer_requests())
         self.process.start(self._watch())
         yield from super().program()
@@ -46,7 +47,7 @@ class ForwardingSite(Site):
     # -- the first program ------------------------------------------------------------------------
 
     def step(self) -> Waiting[None]:
-        """Messages; it counts once all are there."""
+        """Exchanges the messages of a step, and applies it once all are there."""
         step, began = self.ending.applied, self.world.now
         try:
             parts = yield from self._exchange(step)
@@ -62,7 +63,7 @@ class ForwardingSite(Site):
         yield from self._tell(step)
 
     def _tell(self, step: int) -> Waiting[None]:
-        """Says that it has applied a step."""
+        """Sends the vote on an applied step."""
         with suppress(ExchangeError):  # the next step finds it closed
             yield from self.send(_VOTES, step)
 
@@ -81,7 +82,7 @@ class ForwardingSite(Site):
         return {self.rank, *came}
 
     def _count(self, steps: int) -> Waiting[None]:
-        """All have applied the step before: nobody needs it any more."""
+        """Receives the votes on the step before; after that nobody needs it any more."""
         if steps == 0:
             return
         votes = yield from self.receive_all(_VOTES)
@@ -96,7 +97,7 @@ class ForwardingSite(Site):
         yield from self._receive(_ANSWERS, other)
 
     def _refuse_if_given_up(self, began: float) -> Waiting[None]:
-        """A site that stood still looks whether the others went on without it."""
+        """Raises if the others aborted while this site stood still."""
         if self.world.now - began < self.patience_s / 2:
             return
         try:
@@ -107,7 +108,7 @@ class ForwardingSite(Site):
             return
 
     def settle(self) -> Waiting[None]:
-        """Ends when all have said that they have applied all steps."""
+        """Ends once all sites have reported that they applied all steps."""
         steps = self.ending.applied
         try:
             yield from self._hear_of_ends(steps)
@@ -123,18 +124,17 @@ class ForwardingSite(Site):
             yield from self._stay()
 
     def _stay(self) -> Waiting[None]:
-        """The store ends with this site: the others may need it to see that all are done."""
+        """Keeps this site's store for the others, who may need it to see that all are done."""
         until, keys = self.world.now + CALL_S, [farewell_key(other) for other in self.others]
         while self.world.now < until and not all(key in self.store.values for key in keys):
             yield until
 
     def _hear_of_ends(self, steps: int) -> Waiting[None]:
-        """All others have made the last step."""
         for other in self.others:
             yield from self._hear_of_end(other, steps)
 
     def _hear_of_end(self, other: int, steps: int) -> Waiting[None]:
-        """The vote on the last step of another site, which may be done and gone before."""
+        """Receives a site's vote on the last step, or its farewell if it ended before."""
         try:
             vote = yield from self._receive(_VOTES, other)
         except ExchangeError as error:
@@ -148,7 +148,7 @@ class ForwardingSite(Site):
             raise ExchangeError("a vote on another step")
 
     def _word_of(self, other: int) -> Waiting[Standing | None]:
-        """What another site has left in the store when it ended."""
+        """Reads the farewell that another site has left in the store, if any."""
         look = lambda: self.store.values.get(farewell_key(other))  # noqa: E731
         try:
             text = yield from self.store.call(self.process, look, CALL_S)
@@ -157,13 +157,13 @@ class ForwardingSite(Site):
         return None if text is None else Standing.of(text)
 
     def end_after(self, error: Exception) -> Waiting[None]:
-        """A program that raised says how far it came."""
+        """Leaves a farewell with the number of steps if the program raised an error."""
         if isinstance(error, LeftError) and not self._frozen:
             made = self.ending.applied
             yield from self._leave_at_end(Standing(made, made=made, ended="process", why="no rows"))
 
     def _leave_at_end(self, word: Standing) -> Waiting[None]:
-        """Leaves word of the end, unless others give up meanwhile: who looks first finds it."""
+        """Leaves a farewell, then joins the agreement if others have aborted meanwhile."""
         leave = lambda: self.store.set(farewell_key(self.rank), word.text())  # noqa: E731
         look = lambda: TROUBLE in self.store.values  # noqa: E731
         try:
@@ -175,7 +175,7 @@ class ForwardingSite(Site):
             yield from self._agree(None)
 
     def _end_by(self, error: ExchangeError | None) -> Waiting[None]:
-        """Goes on to where all that are left go.
+        """Aborts with the state on which all remaining sites agree.
 
         Raises:
             SiteLost: always.
@@ -194,7 +194,7 @@ class ForwardingSite(Site):
     # -- both programs ----------------------------------------------------------------------------
 
     def _agree(self, error: ExchangeError | None) -> Waiting[None]:
-        """From here on it applies nothing but what all agree on."""
+        """Agrees with the others; from here on this site applies only what all agree on."""
         self._frozen, made = True, self.ending.applied
         word = Standing(made) if error is None else standing_of(error, made)
         waited_s = max(word.waited_s, self.waits_s)
@@ -213,7 +213,7 @@ class ForwardingSite(Site):
     # -- the second program -----------------------------------------------------------------------
 
     def _watch(self) -> Waiting[None]:
-        """Notices that others have given up, also while this site computes."""
+        """Notices that others have aborted, even while this site computes."""
         changes = 0
         while not self._frozen:
             while self.store.changes == changes:

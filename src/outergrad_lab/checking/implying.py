@@ -1,4 +1,4 @@
-"""Sites that apply a step as `forwarding.py` has it, and say so by the messages of the next one."""
+"""Sites that apply a step as in `forwarding.py`, and report it by the messages of the next one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _POLL_S = 0.02
 
 
 class ImplyingSite(ForwardingSite):
-    """Says nothing of a step: its messages of the next one imply that it has applied it.
+    """A site that sends no votes: its messages of the next step imply that it has applied a step.
 
-    No message more than the gradients need; at the end all look into the store for each other, and
-    the one with which it ends waits until all have.
+    It sends no more messages than the gradients need. At the end all sites look into the store for
+    each other, and the site that holds the store waits until all have done so.
     """
 
     def _tell(self, step: int) -> Waiting[None]:
@@ -31,16 +31,16 @@ class ImplyingSite(ForwardingSite):
             self._kept = None
 
     def _hear_of_ends(self, steps: int) -> Waiting[None]:
-        """Says in the store how many steps it has made, and reads it of the others there.
+        """Writes to the store how many steps this site has made, and waits for the others' numbers.
 
-        A site that is missing may itself wait for one that is lost: it will give up before.
+        A missing site may itself wait for a lost one: it aborts within twice the patience.
         """
         until, missing = self.world.now + 2 * self.patience_s, set(self.others)
         try:
             tell = lambda: self.store.set(_made_key(self.rank), str(steps))  # noqa: E731
             yield from self.store.call(self.process, tell, CALL_S)
             while missing:
-                is_over = self.world.now > until  # before it looks: it may be stopped between
+                is_over = self.world.now > until  # read before the call, which may outlast `until`
                 look = partial(self._have_made, missing, steps)
                 missing -= yield from self.store.call(self.process, look, CALL_S)
                 if self._frozen or (missing and TROUBLE in self.store.values):
@@ -68,7 +68,7 @@ class ImplyingSite(ForwardingSite):
             yield until
 
     def _have_made(self, sites: set[int], steps: int) -> set[int]:
-        """Those that have made as many steps, by their own word or that of their end."""
+        """Returns the sites that have made as many steps, by their numbers or farewells."""
         told = {site: self.store.values.get(_made_key(site)) for site in sites}
         ends = {site: self.store.values.get(farewell_key(site)) for site in sites}
         words = {site: None if text is None else Standing.of(text) for site, text in ends.items()}

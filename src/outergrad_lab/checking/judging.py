@@ -1,4 +1,4 @@
-"""Whether an execution went as it must."""
+"""Verdicts on executions."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from outergrad_lab.checking.site import Ending
 from outergrad_lab.checking.trial import Trial
 
 _CALLS_S = 12.0
-"""Of the store, of which each may take two seconds."""
+"""Seconds for calls of the store, of which each may take two."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of an execution.
+    """Verdict on an execution.
 
     Attributes:
-        wrong: what must never be, each with its kind in front of a colon.
-        doubted: whether a site that is left differs from another, and said that it may.
-        needless: whether a site said so though none differs.
+        wrong: failures, each with its kind in front of a colon.
+        doubted: whether remaining sites differ; a difference that they do not report is wrong, too.
+        needless: whether a site reported a possible difference though none differs.
         lost: whether some site lost another.
     """
 
@@ -31,11 +31,11 @@ class Verdict:
 
 
 def judge(trial: Trial, endings: Sequence[Ending]) -> Verdict:
-    """Compares how the sites ended with what must be.
+    """Compares how the sites ended with what is allowed.
 
     Args:
-        trial: what happened.
-        endings: of all sites, in their order.
+        trial: settings and faults of the execution.
+        endings: reports of all sites, by rank.
     """
     left = {rank: one for rank, one in enumerate(endings) if one.done or one.lost is not None}
     wrong = [f"wrong step: site {rank} {what}" for rank, one in left.items() for what in one.wrong]
@@ -62,12 +62,12 @@ def _hanging(trial: Trial, endings: Sequence[Ending]) -> list[int]:
 
 
 def _bound_s(trial: Trial) -> float:
-    """For how long a step may take, without computing: every message may be late by T."""
+    """Longest seconds of a step, without computing: every message may be late by T."""
     return (2 * trial.sites + 2) * trial.timeout_s + _CALLS_S
 
 
 def _unsaid(left: dict[int, Ending], behind: int, ahead: int) -> str:
-    """Sites that differ, unless the one behind says so, and the one ahead if it raised at all."""
+    """Describes two sites that differ, unless they report it as they must; else empty."""
     one, other = left[behind], left[ahead]
     told = f"site {behind} {one}; site {ahead} {other}"
     if other.applied - one.applied > 1:
@@ -79,7 +79,7 @@ def _unsaid(left: dict[int, Ending], behind: int, ahead: int) -> str:
 
 
 def _misnamed(trial: Trial, left: dict[int, Ending]) -> list[str]:
-    """Errors that blame a site to which nothing happened; without a store nobody can know."""
+    """Errors that blame sites without a fault; none if the store failed: then no site can know."""
     if any("store" in f.kind or f.site == trial.host for f in trial.faults):
         return []
     ends = {one for f in trial.faults for one in (f.site, f.other) if f.kind in _ENDS}

@@ -16,14 +16,14 @@ _GAVE_UP = "gave up"
 
 
 class LastWords:
-    """As the class of that name.
+    """A mailbox where sites leave texts for each other when they abort or end.
 
     Args:
-        store: of the group.
-        process: of this site.
-        sites: their number.
-        session: whose texts count.
-        limit_s: for one call.
+        store: store of the group.
+        process: process of this site.
+        sites: number of sites.
+        session: session whose texts count.
+        limit_s: seconds for one call.
     """
 
     def __init__(
@@ -36,24 +36,24 @@ class LastWords:
         self._gone = False
 
     def leave(self, text: str) -> Waiting[None]:
-        """This site's, when it gives up."""
+        """Leaves this site's text when it aborts."""
         self._found[self._rank] = text
         yield from self._limited(lambda: self._store.set(f"{_GAVE_UP} {self._rank}", text))
 
     def leave_at_end(self, text: str, *, of_process: bool) -> Waiting[None]:
-        """This site's, when it ends its session or its process."""
+        """Leaves this site's text when it ends its session or its process."""
         kind = "exit" if of_process else f"end {self._session}"
         yield from self._limited(lambda: self._store.set(f"{kind} {self._rank}", text))
 
     def gather(
         self, enough: Callable[[float], Enough], patience_s: float, final: str
     ) -> Waiting[list[str | None] | None]:
-        """Those of all sites.
+        """Gathers the texts of all sites; None if the store is gone.
 
         Args:
-            enough: whether what is known is, after so many seconds.
-            patience_s: how long to wait for it.
-            final: what it leaves when its patience ends.
+            enough: returns the test whether the known texts suffice, given the seconds waited.
+            patience_s: seconds to wait for that.
+            final: text that this site leaves when its patience ends.
         """
         world, began = self._world, self._world.now
         is_enough = lambda: enough(world.now - began)(self._found)  # noqa: E731
@@ -70,7 +70,7 @@ class LastWords:
         return known
 
     def _until_changed(self, changes: int, began: float, patience_s: float) -> Waiting[None]:
-        """In place of looking every 20 ms."""
+        """Waits for a change of the store, where the library polls every 20 ms."""
         now = self._world.now
         first = began + FAREWELL_S + _POLL_S * self._world.dice.random()
         until = first if now < first else began + patience_s
@@ -78,7 +78,7 @@ class LastWords:
             yield until
 
     def stay(self, sites: Sequence[int]) -> Waiting[None]:
-        """Waits until one of these has read what was left."""
+        """Waits, up to the limit, until these sites have read what was left."""
         end, keys = self._world.now + self._limit_s, [f"read by {site}" for site in sites]
         while keys and not self._gone and self._world.now < end:
             changes = self._store.changes

@@ -1,4 +1,4 @@
-"""Connections of sites, and the store by which they met."""
+"""Simulated connections of sites, and the store through which they met."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Network:
     """A connection per pair of sites, with lanes: messages of one lane keep their order.
 
     Args:
-        world: where it is.
-        processes: of the sites.
-        trial: how slow messages may be.
+        world: clock and random numbers.
+        processes: processes of the sites.
+        trial: its `longest_s` bounds the delay of messages.
 
     Attributes:
-        closed: for each site, those whose connection it has found closed.
+        closed: for each site, the sites whose connection it has found closed.
         listening: for each site, whether it waits for messages.
-        posted: lanes whose receives are always posted before: what arrived is not lost.
+        posted: lanes whose receives are always posted in advance: what arrived is not lost.
     """
 
     def __init__(self, world: World, processes: Sequence[Process], trial: Trial) -> None:
@@ -40,11 +40,11 @@ class Network:
             process.on_end.append(lambda rank=process.rank: self.close_all(rank))
 
     def inbox(self, site: int, sender: int, lane: int) -> deque[Any]:
-        """What has come and was not read yet."""
+        """Returns the messages of a lane that arrived and were not read yet."""
         return self._inboxes[sender, site, lane]
 
     def send(self, sender: int, site: int, lane: int, message: object) -> None:
-        """Sends a message, which arrives some time, unless the connection ends before.
+        """Sends a message, which arrives later, unless the connection ends before.
 
         Raises:
             ExchangeError: the connection is closed.
@@ -64,13 +64,13 @@ class Network:
             self._processes[site].reached_by(self._inboxes[way].append, message)
 
     def close_all(self, site: int) -> None:
-        """A site closes its connections: the others hear at once, or nearly so."""
+        """Closes a site's connections; the others notice at once, or nearly so."""
         for other in range(len(self._processes)):
             if other != site:
                 self.close(site, other)
 
     def close(self, site: int, other: int) -> None:
-        """Ends a connection; what is under way arrives up to some moment."""
+        """Closes a connection; messages under way arrive up to some moment."""
         for ways in ((site, other), (other, site)):
             if ways not in self._ends:
                 end = self._world.now + self._world.dice.random() * _CLOSES_S
@@ -78,7 +78,7 @@ class Network:
                 self._world.at(end, self._notice, *ways)
 
     def _notice(self, sender: int, site: int) -> None:
-        """Of what arrived before anybody waited for it, the last may be lost."""
+        """Lets a site notice the end; its last messages may be lost if it was not receiving."""
         if (sender, site) not in self._cut:
             self._processes[site].reached_by(self._forget, sender, site)
 
@@ -91,11 +91,11 @@ class Network:
                     unread.pop()
 
     def cut(self, site: int, other: int) -> None:
-        """Nothing comes through any more, and nobody is told."""
+        """Drops all messages between two sites from now on, without notice."""
         self._cut |= {(site, other), (other, site)}
 
     def is_cut(self, site: int, other: int) -> bool:
-        """Whether nothing comes through."""
+        """True if messages between two sites are dropped."""
         return (site, other) in self._cut
 
 
@@ -107,16 +107,16 @@ class Store:
     """Keys and values, each call of which is one event in some order.
 
     Args:
-        world: where it is.
-        processes: of the sites.
-        network: for what is cut.
-        host: the site with which it ends, if any.
+        world: clock and random numbers.
+        processes: processes of the sites.
+        network: network, whose cuts keep sites from the host.
+        host: site that holds the store and with which it ends, if any.
 
     Attributes:
-        values: what is there.
-        changes: how often something was set.
-        slow_until: it takes seconds to answer until then.
-        dead: whether it answers no more.
+        values: values by key.
+        changes: number of writes.
+        slow_until: time until which a call takes seconds.
+        dead: whether it does not answer any more.
         unreachable: sites that cannot reach it.
     """
 
@@ -129,10 +129,10 @@ class Store:
         self.unreachable: set[int] = set()
 
     def call(self, process: Process, do: Callable[[], Any], within_s: float) -> Waiting[Any]:
-        """Does something in the store.
+        """Runs an operation in the store.
 
         Raises:
-            StoreGoneError: no answer came in time; it may be done nevertheless.
+            StoreGoneError: no answer came in time; the operation may have run nevertheless.
         """
         world, answers = self._world, list[Any]()
         began, until = world.now, world.now + within_s
@@ -146,12 +146,12 @@ class Store:
         return answers[0]
 
     def set(self, key: str, value: object) -> None:
-        """Puts something there, in a call; whoever looks finds it soon."""
+        """Writes a value, inside a call; sites that wait for a change see it soon."""
         self.values[key] = value
         self._changed()
 
     def set_first(self, key: str, value: object) -> object:
-        """Puts something there unless there is something already, in a call; returns what is."""
+        """Writes a value unless there is one, inside a call; returns the value that is there."""
         if key not in self.values:
             self.set(key, value)
         return self.values[key]

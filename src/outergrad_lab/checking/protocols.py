@@ -1,4 +1,4 @@
-"""The protocols that can be checked, by name."""
+"""Protocols that can be checked, by name."""
 
 from __future__ import annotations
 
@@ -12,5 +12,4 @@ PROTOCOLS: dict[str, Protocol] = {
     "retain-and-forward": ForwardingSite,
     "implied": ImplyingSite,
 }
-"""The library does what is `implied`, and `retain-and-forward` where sites vote on a step; on
-transports without a board, `votes`."""
+"""The library uses `implied`; `retain-and-forward` if sites vote; `votes` without a board."""

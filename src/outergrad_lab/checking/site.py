@@ -1,4 +1,4 @@
-"""What a site does in any protocol: it computes, sends its messages and receives the others'."""
+"""Base of a site in any protocol: it computes, sends its messages and receives the others'."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from outergrad_lab.checking.trial import Trial
 from outergrad_lab.checking.world import Process, Waiting, World
 
 MESSAGES = 0
-"""The lane of what is computed."""
+"""Lane of the messages of a step."""
 _COMPUTES_S = 0.2
 _STILL_S = 0.1
 
 
 @dataclass
 class Ending:
-    """How a site ended.
+    """Report on how a site ended.
 
     Attributes:
-        applied: how many steps.
-        done: whether it ended as it was to.
-        lost: the sites that its error names; None if it raised none.
-        certain: as of `SiteLostError`.
-        may_differ: as of `SiteLostError`.
+        applied: number of applied steps.
+        done: whether it ended in order.
+        lost: sites that its error names; None if it raised none.
+        certain: as in `SiteLostError`.
+        may_differ: as in `SiteLostError`.
         left: whether its program raised an error of its own.
         compared: whether it knows what all received in the last steps; else it warns of that.
-        longest_s: in a step, without what it stood still.
-        wrong: what it did that must never be.
+        longest_s: longest seconds in a step, without pauses of the process.
+        wrong: actions that must never happen.
     """
 
     applied: int = 0
@@ -53,25 +53,25 @@ class Ending:
 
 
 class SiteLost(Exception):  # noqa: N818
-    """The program of a site ends: it lost another."""
+    """Ends the program of a site that lost another."""
 
 
 class LeftError(Exception):
-    """The program of a site raised an error of its own."""
+    """An error of the program itself, which ends it."""
 
 
 class Site:
-    """A site of a trial; a protocol says what a step is.
+    """A site of a trial; a protocol defines its steps.
 
     Args:
-        process: where it runs.
-        network: its connections.
-        store: by which the sites met.
-        trial: what is going on.
+        process: process that it runs in.
+        network: network of the sites.
+        store: store through which the sites met.
+        trial: settings and faults of the execution.
 
     Attributes:
         blames_itself: whether it knows, when a wait has taken too long, that it stood still.
-        ending: how it ended.
+        ending: report on how it ended.
     """
 
     blames_itself = False
@@ -90,7 +90,7 @@ class Site:
         self._leaves = {f.step for f in trial.faults if f.kind == "leave" and f.site == self.rank}
 
     def program(self) -> Waiting[None]:
-        """What the process runs: a training loop, and its end."""
+        """Runs a training loop, and its end."""
         try:
             yield from self._train()
             self.ending.done = True
@@ -120,7 +120,7 @@ class Site:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Measures how long it takes, without what the site stood still."""
+        """Measures the seconds of the block, without pauses of the process."""
         began, stood_s = self.world.now, self.process.paused_s
         self.network.listening[self.rank] = True
         try:
@@ -131,35 +131,35 @@ class Site:
             self.ending.longest_s = max(self.ending.longest_s, took_s)
 
     def note(self, what: str) -> None:
-        """Writes down what this site did."""
+        """Traces an action of this site."""
         self.world.note(self.rank, what)
 
-    # -- for a protocol to say ----------------------------------------------------------------
+    # -- for a protocol to define -------------------------------------------------------------
 
     def step(self) -> Waiting[None]:
-        """One step; it applies it or does not.
+        """Makes one step, and applies it or not.
 
         Raises:
-            SiteLost: it does not go on.
+            SiteLost: the site does not go on.
         """
         raise NotImplementedError
 
     def settle(self) -> Waiting[None]:
-        """Behind the last step."""
+        """Ends the session after the last step."""
         yield from ()
 
     def end_after(self, error: Exception) -> Waiting[None]:
-        """The program has raised this."""
+        """Reacts to an error that the program has raised."""
         yield from ()
 
     # -- for protocols to use -----------------------------------------------------------------
 
     def apply(self, step: int, parts: set[int]) -> None:
-        """A step counts here.
+        """Applies a step, and notes what is wrong about it.
 
         Args:
-            step: which.
-            parts: the sites whose messages of it are there, as they were sent.
+            step: number of the step.
+            parts: sites whose messages of the step are there, undamaged.
         """
         if step != self.ending.applied:
             self.ending.wrong.append(f"applied step {step} after {self.ending.applied} steps")
@@ -169,13 +169,13 @@ class Site:
         self.note(f"applies step {step}")
 
     def is_damaged(self, step: int, sender: int) -> bool:
-        """Whether a message arrived other than it was sent, which happens once."""
+        """True if a message arrived damaged, which happens once."""
         damaged = (step, sender) in self._damaged
         self._damaged.discard((step, sender))
         return damaged
 
     def send(self, lane: int, message: object) -> Waiting[None]:
-        """Sends to all others, one after the other: something may happen between.
+        """Sends to all others, one after the other: other events may happen in between.
 
         Raises:
             ExchangeError: a connection is closed.
@@ -185,7 +185,7 @@ class Site:
             yield self.world.now
 
     def receive_all(self, lane: int) -> Waiting[dict[int, object]]:
-        """A message of every other site, each in T from the one before.
+        """Receives a message of every other site, each within T of the one before.
 
         Raises:
             ExchangeError: a site is late, or its connection closed.
@@ -204,7 +204,7 @@ class Site:
 
     @property
     def waits_s(self) -> float:
-        """For how long it has been waiting for what it waits for now."""
+        """Seconds for which it has waited in the current receive; 0 if there is none."""
         return 0.0 if self._waits_since is None else self.world.now - self._waits_since
 
     def _receive(self, lane: int, other: int) -> Waiting[object]:

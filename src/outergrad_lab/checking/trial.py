@@ -1,4 +1,4 @@
-"""What an execution is about: sites, steps, and what happens to them, drawn from a seed."""
+"""Settings of an execution: sites, steps, and faults, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ KINDS = {
     "damage": 4,
     "leave": 2,
 }
-"""What can happen, and how often it is drawn."""
+"""Kinds of faults, with their weights in the draw."""
 _EARLY = 0.7
-"""How many of the faults come in the middle of a program, at one of its turns."""
+"""Share of the faults that come at a resumption of a site's program, not by the clock."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a site.
+    """A fault of a site.
 
     Attributes:
         kind: one of KINDS.
-        site: to which.
-        other: the other end of a connection, or the receiver of a damaged message.
-        turn: the resumption of the site's program at which it happens; 0: by the clock.
-        at_s: when, by the clock.
-        for_s: how long it lasts.
-        step: of the message that is damaged, or before which the site leaves.
+        site: site that it happens to.
+        other: other end of a connection, or receiver of a damaged message.
+        turn: number of the resumption of the site's program at which it happens; 0: by the clock.
+        at_s: time by the clock, in seconds.
+        for_s: duration in seconds.
+        step: step of the damaged message, or step before which the site leaves.
     """
 
     kind: str
@@ -54,20 +54,20 @@ class Fault:
 
 @dataclass(frozen=True)
 class Trial:
-    """One execution.
+    """Settings of one execution.
 
     Attributes:
-        seed: of all chance in it.
-        sites: how many.
-        steps: how many each is to apply.
-        timeout_s: T.
-        longest_s: how long a message may take.
-        host: the site that holds the store, if any.
-        sessions: how many take turns on the group.
-        sums: whether a step is an all-reduce, in which nobody knows for whom it waits.
+        seed: seed of all randomness in it.
+        sites: number of sites.
+        steps: number of steps that each site is to apply.
+        timeout_s: T, seconds to wait for a message.
+        longest_s: longest delay of a message, in seconds.
+        host: site that holds the store, if any.
+        sessions: number of sessions that alternate on the group.
+        sums: whether a step is an all-reduce, in which no site knows for whom it waits.
         stays: whether processes stay when they are done.
-        busy: sites, each with a step before which it computes for three times T.
-        faults: what happens.
+        busy: pairs of a site and a step before which it computes for three times T.
+        faults: faults that happen.
     """
 
     seed: object
@@ -84,7 +84,7 @@ class Trial:
 
     @property
     def gone(self) -> set[int]:
-        """Sites of which nothing may be left."""
+        """Sites that are killed, or leave by an error."""
         return {fault.site for fault in self.faults if fault.kind in ("kill", "leave")}
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class Trial:
 
 
 def draw(seed: object) -> Trial:
-    """The trial of a seed."""
+    """Draws the trial of a seed."""
     dice = random.Random(repr(("trial", seed)))
     sites, steps = dice.choice((2, 2, 3, 3, 3, 4)), dice.choice((1, 2, 2, 3))
     timeout_s = dice.choice((1.0, 1.0, 4.0))
@@ -135,7 +135,7 @@ def _fault(dice: random.Random, trial: Trial) -> Fault:
 
 
 def simpler(trial: Trial) -> list[Trial]:
-    """Trials in which less happens; the same chance otherwise."""
+    """Returns trials in which less happens, with the same seed."""
     fewer = [replace(trial, faults=_without(trial.faults, i)) for i in range(len(trial.faults))]
     if trial.busy:
         fewer.append(replace(trial, busy=()))

@@ -1,6 +1,6 @@
-"""Sites that vote on every step before any of them applies it, as `outergrad.step` does it.
+"""Sites that vote on every step before any of them applies it, as `outergrad.step` does.
 
-What a site concludes when it lost another is decided by the very functions of the library.
+The library's own functions decide what a site concludes when it has lost another.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _VOTES = 2
 
 
 class VotingSite(Site):
-    """Goes by the votes of all."""
+    """A site that applies a step if all sites voted for it."""
 
     def __init__(self, process: Process, network: Network, store: Store, trial: Trial) -> None:
         super().__init__(process, network, store, trial)
@@ -31,8 +31,8 @@ class VotingSite(Site):
         self._is_over = False
 
     def step(self) -> Waiting[None]:
-        """Messages, votes, and what follows."""
-        if self._is_over:  # found out behind the step before, which counts
+        """Exchanges messages and votes, and applies the step or not."""
+        if self._is_over:  # a site was lost after the step before, which counts
             raise SiteLost
         session, self._voted = self._turn % self.trial.sessions, False
         try:
@@ -64,10 +64,10 @@ class VotingSite(Site):
         self._ends[session] = LastStep(self._made[session], counts)
 
     def _give_up(self, error: ExchangeError, session: int) -> Waiting[bool]:
-        """Whether the step counts nevertheless: then the next one raises.
+        """Aborts. Returns whether the step counts nevertheless: then the next one raises.
 
         Raises:
-            SiteLost: it does not.
+            SiteLost: the step does not count.
         """
         self.note(f"gives up in step {self.ending.applied}: {error}, {error.sites}")
         standing = standing_of(error, self._made[session], session, self._ends)
@@ -89,15 +89,15 @@ class VotingSite(Site):
         self.ending.lost = found.lost
         if not found.counted:
             raise SiteLost
-        self.apply(self.ending.applied, set(range(self.trial.sites)))  # all have been sound
+        self.apply(self.ending.applied, set(range(self.trial.sites)))  # no message was damaged
 
     def end_after(self, error: Exception) -> Waiting[None]:
-        """Leaves word of an error of the user's."""
+        """Leaves a farewell after an error of the user's program."""
         if isinstance(error, LeftError) and not self._is_over:
             yield from self._say_farewell("process", "ValueError: no rows")
 
     def settle(self) -> Waiting[None]:
-        """The session ends, and leaves word of that."""
+        """Ends the session, and leaves a farewell."""
         if not self._is_over:
             yield from self._say_farewell("session")
 

@@ -1,8 +1,8 @@
-"""A clock that jumps from event to event, and processes that wait for what happens.
+"""Event simulation: a clock that jumps from event to event, and processes that wait for events.
 
-A program is a generator. It yields until when it waits, in seconds of the clock, and is resumed
-then, or earlier when something happens at its process: it looks again whether it has what it
-waits for. All chance comes from one seed, so that an execution can be had again.
+A program is a generator. It yields the time until which it waits, in seconds of the clock. It is
+resumed then, or earlier when something happens at its process, and checks again whether it has
+what it waits for. All randomness comes from one seed, so that an execution can be repeated.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 Waiting = Generator[float, None, T]
-"""Yields until when it waits; returns what it waited for."""
+"""Program that yields the times until which it waits, and returns a result."""
 
 FOREVER = math.inf
 
 
 class World:
-    """Time, chance and what is going to happen.
+    """Clock, random numbers and pending events.
 
     Args:
-        seed: of all chance.
+        seed: seed of all randomness.
         traced: whether to write down what happens.
 
     Attributes:
         now: seconds since the beginning.
-        dice: all chance.
-        lines: what has happened, one line each.
+        dice: source of all randomness.
+        lines: trace of what has happened, one line per event.
     """
 
     def __init__(self, seed: object, *, traced: bool = False) -> None:
@@ -40,37 +40,37 @@ class World:
         self._count = 0
 
     def at(self, when: float, do: Callable[..., object], *args: Any) -> None:
-        """Lets something happen; what is due at the same time happens in the order of calls."""
+        """Schedules an event; events due at the same time happen in the order of calls."""
         self._count += 1
         heappush(self._events, (when, self._count, do, args))
 
     def run(self, until: float) -> None:
-        """Until nothing is left to happen, or it is that late."""
+        """Runs events until none is left, or the clock reaches `until`."""
         while self._events and self._events[0][0] <= until:
             self.now, _, do, args = heappop(self._events)
             do(*args)
 
     def note(self, site: int | str, what: str) -> None:
-        """Writes down what happened to a site."""
+        """Traces an event at a site."""
         if self._traced:
             who = f"site {site}" if isinstance(site, int) else site
             self.lines.append(f"{self.now:8.3f} s  {who:>6}  {what}")
 
 
 class Process:
-    """Of one site: its programs stand still and end together.
+    """Process of one site, whose programs are paused and end together.
 
     Args:
-        world: where it is.
-        rank: the site.
+        world: clock, random numbers and events.
+        rank: rank of the site.
 
     Attributes:
         alive: whether it runs, or is paused.
-        paused: whether it stands still.
-        paused_s: for how long it has stood still so far.
-        turns: how often its first program was resumed.
-        at_turn: what happens to it at some of these.
-        on_end: what happens when it ends.
+        paused: whether it is paused.
+        paused_s: seconds for which it has been paused so far.
+        turns: number of resumptions of its first program.
+        at_turn: events at some of these resumptions.
+        on_end: functions that are called when it ends.
     """
 
     def __init__(self, world: World, rank: int) -> None:
@@ -82,17 +82,17 @@ class Process:
         self.on_end: list[Callable[[], object]] = []
 
     def start(self, program: Waiting[None]) -> None:
-        """Runs a program beside the others of the process."""
+        """Starts a program beside the others of the process."""
         self._programs.append(_Program(self, program, is_first=not self._programs))
         self._programs[-1].wake()
 
     def wake(self) -> None:
-        """Something has happened here: what waits looks again."""
+        """Resumes all programs, so that they check again what they wait for."""
         for program in self._programs:
             program.wake()
 
     def reached_by(self, do: Callable[..., object], *args: Any) -> None:
-        """Something comes from outside: not before the process goes on, and never if it ended."""
+        """Delivers an event from outside: after a pause, and never once the process has ended."""
         if self.paused:
             self._held.append((do, args))
         elif self.alive:
@@ -100,14 +100,14 @@ class Process:
             self.wake()
 
     def pause(self, for_s: float) -> None:
-        """Stops all programs for some time."""
+        """Pauses all programs for some time."""
         if self.alive and not self.paused:
             self.world.note(self.rank, f"is paused for {for_s:.2f} s")
             self.paused, self._since = True, self.world.now
             self.world.at(self.world.now + for_s, self._go_on)
 
     def _go_on(self) -> None:
-        """Whether it sees first what has come meanwhile, or that it is late, is up to chance."""
+        """Resumes after a pause; chance decides between seeing events or the time first."""
         self.paused = False
         self.paused_s += self.world.now - self._since
         if not self.alive:
@@ -123,22 +123,20 @@ class Process:
             self.world.at(self.world.now, self.wake)
 
     def end(self) -> None:
-        """Kills it, or is its own end."""
+        """Ends the process: it was killed, or is done."""
         if self.alive:
             self.alive = False
             for do in self.on_end:
                 do()
 
     def sleep(self, for_s: float) -> Waiting[None]:
-        """Waits, whatever happens."""
+        """Waits for some time, whatever happens."""
         until = self.world.now + for_s
         while self.world.now < until:
             yield until
 
 
 class _Program:
-    """A generator and until when it waits."""
-
     def __init__(self, process: Process, program: Waiting[None], *, is_first: bool) -> None:
         self._process, self._program, self._is_first = process, program, is_first
         self._waits = 0

@@ -117,10 +117,10 @@ def bench(
 
 
 def choose_links(rates: str, rtt: str, sites: int) -> list[ShapedLink]:
-    """Reads the links that were asked for; without any, takes what this machine can do.
+    """Parses the requested links; without any, chooses what this machine can do.
 
     Raises:
-        RecipeError: A link cannot be read, or not be had here.
+        RecipeError: A link cannot be parsed, or this machine cannot have it.
     """
     links = [parse_link(rate, rtt) for rate in (rates or USUAL).split(",")]
     for link in links:

@@ -34,9 +34,9 @@ def check_commit(
     processes: Processes = 1,
     trace: Trace = False,
 ) -> None:
-    """Check a model of how sites decide whether a step counts, in random executions.
+    """Check the protocols by which sites commit a step, in random executions of a model.
 
-    Sites die, stand still, lose connections or their store. Ends with 1 if some execution breaks
+    Sites die, pause, lose connections or their store. The exit code is 1 if some execution breaks
     a promise of docs/faults.md; its seed and --trace show how.
     """
     with errors_in_one_line():
@@ -87,7 +87,7 @@ def _table(found: dict[str, Found]) -> Table:
 
 
 def _print_trace(name: str, seed: int) -> None:
-    """Of the simplest trial that goes wrong in the same way, if it does."""
+    """Prints the trace of a seed's trial, or of the simplest one that fails in the same way."""
     trial, protocol = draw(seed), PROTOCOLS[name]
     wrong = sorted(kinds(execute(trial, protocol)[0]))
     if wrong:

@@ -56,9 +56,9 @@ def reproduce(
     seeds: Seeds = None,
     steps: Steps = None,
 ) -> None:
-    """Run an experiment of the paper from its YAML: tables, figures and a page come out.
+    """Run an experiment of the paper from its YAML, and write tables, figures and a page.
 
-    Sites are threads of this process. What has run is kept: the same command goes on where it
+    Sites are threads of this process. Finished runs are kept: the same command continues where it
     stopped.
     """
     with errors_in_one_line():

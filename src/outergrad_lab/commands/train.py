@@ -202,7 +202,7 @@ def train(
 
 
 def _check(job: Job, saving: Saving | None, restarts: Restarts, *, simulate: bool) -> None:
-    """Options that do not go together."""
+    """Refuses options that do not go together."""
     if restarts.max_restarts or restarts.min_sites is not None:
         if under_torchrun():
             raise RecipeError(
@@ -228,7 +228,7 @@ def _check(job: Job, saving: Saving | None, restarts: Restarts, *, simulate: boo
 def _attempt(
     work: Callable[..., bool], saving: Saving | None, verbose: bool, attempt: Attempt
 ) -> bool:
-    """Starts some of the sites; whether they have finished the job."""
+    """Starts some of the sites; returns whether they have finished the job."""
     if saving is not None:
         saving = replace(saving, pause_after=attempt.pause_after)
     present = None if attempt.pause_after is None else attempt.sites
@@ -237,7 +237,7 @@ def _attempt(
 
 
 def parse_widths(text: str) -> tuple[int, ...]:
-    """Reads ``512-512`` as two widths, and nothing as none."""
+    """Parses ``512-512`` as two widths, and an empty text as none."""
     try:
         return tuple(int(width) for width in text.split("-")) if text else ()
     except ValueError:

@@ -1,4 +1,4 @@
-"""Data sets: what they are, where their files lie and how they are read."""
+"""Data sets: their descriptions, the places of their files, and their readers."""
 
 from outergrad_lab.data.catalogue import SOURCES
 from outergrad_lab.data.dataset import Dataset, Format, synthetic

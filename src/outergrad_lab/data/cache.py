@@ -1,4 +1,4 @@
-"""Keeps on disk what takes long to make of the files of a data set."""
+"""Cache on disk for arrays of data sets that take long to compute."""
 
 import hashlib
 import os
@@ -14,13 +14,14 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def cached(name: str, key: str, make: Callable[[], Arrays]) -> Arrays:
-    """Arrays from the cache folder; made, and put there if that is possible, where they are not.
+    """Returns arrays from the cache folder; if they are missing, makes and stores them.
 
-    The folder is ``OUTERGRAD_CACHE``, or ``~/.cache/outergrad``.
+    Nothing is stored where the folder cannot be written to. The folder is ``OUTERGRAD_CACHE``, or
+    ``~/.cache/outergrad``.
 
     Args:
-        name: What they are called, for a person who looks into the folder.
-        key: What they are made from, as `key_of` gives it.
+        name: Name of the arrays, for a person who looks into the folder.
+        key: Key of what they are made from, as `key_of` gives it.
         make: Makes them.
     """
     try:
@@ -36,7 +37,7 @@ def cached(name: str, key: str, make: Callable[[], Arrays]) -> Arrays:
 
 
 def key_of(settings: Iterable[object], files: Iterable[Path]) -> str:
-    """A hash of settings and of what files contain."""
+    """Returns a hash of settings and of the contents of files."""
     digest = hashlib.sha256(repr(tuple(settings)).encode())
     for path in files:
         digest.update(hashlib.sha256(path.read_bytes()).digest())
@@ -48,7 +49,7 @@ def _folder() -> Path:
 
 
 def _read(path: Path, key: str) -> Arrays | None:
-    """What is there, unless it is damaged or something else."""
+    """Reads the arrays of a file; None if it is missing, damaged or of another key."""
     try:
         with path.open("rb") as file, np.load(file) as arrays:
             found = dict(arrays)
@@ -58,7 +59,6 @@ def _read(path: Path, key: str) -> Arrays | None:
 
 
 def _write(path: Path, arrays: Arrays) -> None:
-    """Writes a file that appears under its name when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The data sets, and where each comes from."""
+"""Data sets by name, and where each comes from."""
 
 from outergrad_lab.data import converters
 from outergrad_lab.data.dataset import Format

@@ -1,4 +1,4 @@
-"""Turns files as their authors publish them into the files that the readers want."""
+"""Converters from files as their authors publish them to the files that the readers want."""
 
 import csv
 import gzip
@@ -14,15 +14,15 @@ import numpy as np
 from outergrad_lab.data.files import reading
 
 CIFAR10_ROWS = 2000
-"""Of each class, that are kept of the training images: the first ones."""
+"""Training images kept of each class, the first ones."""
 AG_NEWS_ROWS = 4330
-"""The same of the news."""
+"""Training rows of the news kept of each class, the first ones."""
 PARTS = ("train", "test")
 _REVIEW = re.compile(r"aclImdb/(train|test)/(neg|pos)/(\d+)_(\d+)\.txt")
 
 
 def convert_cifar10(originals: Sequence[Path], folder: Path) -> None:
-    """From the binary version: records of a label and 3072 pixels."""
+    """Converts the binary version: records of a label and 3072 pixels."""
     with reading(originals[0]), tarfile.open(originals[0]) as archive:
         train = np.concatenate([_records(archive, f"data_batch_{i}") for i in range(1, 6)])
         kept = _first_of_each(train[:, 0], CIFAR10_ROWS)
@@ -40,12 +40,12 @@ def _records(archive: tarfile.TarFile, name: str) -> np.ndarray:
 
 
 def _first_of_each(labels: np.ndarray, rows: int) -> np.ndarray:
-    """Places of the first rows of each class, in their order."""
+    """Returns the indices of the first rows of each class, in their order."""
     return np.sort(np.concatenate([np.flatnonzero(labels == c)[:rows] for c in np.unique(labels)]))
 
 
 def _differences(pixels: np.ndarray) -> np.ndarray:
-    """Those of neighbours along channels, rows and columns, modulo 256."""
+    """Returns differences of neighbours along channels, rows and columns, modulo 256."""
     x = pixels.reshape(-1, 3, 32, 32)
     for axis in (1, 2, 3):
         x = np.diff(x, axis=axis, prepend=np.uint8(0))
@@ -53,7 +53,7 @@ def _differences(pixels: np.ndarray) -> np.ndarray:
 
 
 def convert_spoken_digits(originals: Sequence[Path], folder: Path) -> None:
-    """From two texts: utterances are blocks of lines, as many of each digit, by digit."""
+    """Converts two texts of blocks of lines, one per utterance, sorted by digit, equally many."""
     arrays: dict[str, np.ndarray] = {}
     for part, path in zip(PARTS, originals, strict=True):
         with reading(path):
@@ -70,13 +70,12 @@ def convert_spoken_digits(originals: Sequence[Path], folder: Path) -> None:
 
 
 def _blocks(path: Path) -> list[list[str]]:
-    """Lines of each block that is not empty."""
     blocks = re.split(r"\n\s*\n", path.read_text(encoding="ascii"))
     return [block.strip().splitlines() for block in blocks if block.strip()]
 
 
 def _padded(frames: np.ndarray, longest: int = 93) -> np.ndarray:
-    """Frames of 13 numbers, zeros behind their end; five printed digits need 18 bits."""
+    """Pads frames of 13 numbers with zeros, and clears bits below their five printed digits."""
     rounded = (frames.view(np.uint32) & ~np.uint32(63)).view(np.float32)
     padded = np.zeros((longest, 13), np.float32)
     padded[: len(frames)] = rounded
@@ -84,7 +83,7 @@ def _padded(frames: np.ndarray, longest: int = 93) -> np.ndarray:
 
 
 def convert_natops(originals: Sequence[Path], folder: Path) -> None:
-    """From an archive of texts: a case is a line of channels and a class, between colons."""
+    """Converts an archive of texts: a case is a line of channels and a class, between colons."""
     arrays: dict[str, np.ndarray] = {}
     with reading(originals[0]), zipfile.ZipFile(originals[0]) as archive:
         for part in PARTS:
@@ -97,7 +96,7 @@ def convert_natops(originals: Sequence[Path], folder: Path) -> None:
 
 
 def convert_pendigits(originals: Sequence[Path], folder: Path) -> None:
-    """From two tables: eight points and a digit per line."""
+    """Converts two tables with eight points and a digit per line."""
     arrays: dict[str, np.ndarray] = {}
     for part, path in zip(PARTS, originals, strict=True):
         with reading(path):
@@ -108,7 +107,7 @@ def convert_pendigits(originals: Sequence[Path], folder: Path) -> None:
 
 
 def convert_imdb(originals: Sequence[Path], folder: Path) -> None:
-    """From an archive of one text per review; bad ones first, by number."""
+    """Converts an archive of one text per review; bad ones come first, by number."""
     found: dict[str, list[tuple[int, int, int, str]]] = {part: [] for part in PARTS}
     with reading(originals[0]), tarfile.open(originals[0]) as archive:
         for member in archive:
@@ -126,7 +125,7 @@ def convert_imdb(originals: Sequence[Path], folder: Path) -> None:
 
 
 def convert_ag_news(originals: Sequence[Path], folder: Path) -> None:
-    """From two tables of class (from 1), title and description; of the first a part."""
+    """Converts tables of class (from 1), title and description; keeps part of the training rows."""
     train, test = (_read_news(path) for path in originals)
     tested = {row["description"] for row in test}
     train = [row for row in train if row["description"] not in tested]

@@ -1,4 +1,4 @@
-"""What every data set looks like to a training loop."""
+"""Common form of all data sets for a training loop."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,11 +11,11 @@ SYNTHETIC_TEST_ROWS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """What one row of a data set is.
+    """Form of one row of a data set.
 
     Attributes:
         shape: Shape of its input.
-        classes: Number of classes; of different tokens, where labels are tokens, too.
+        classes: Number of classes, or of different tokens where labels are tokens, too.
         tokens: Whether inputs are int64 ids.
         vocabulary: Number of different tokens, where a row of tokens has one label; None where it
             has a label for each position, or is not made of tokens.
@@ -32,7 +32,7 @@ class Format:
         return self.shape if self.tokens and self.vocabulary is None else ()
 
     def __str__(self) -> str:
-        """Writes it for an error, as ``rows of 3 x 32 x 32 numbers in 10 classes``."""
+        """Formats it for an error, as ``rows of 3 x 32 x 32 numbers in 10 classes``."""
         what = "tokens" if self.tokens else "numbers"
         if self.vocabulary is not None:
             what += f" out of {self.vocabulary}"
@@ -50,7 +50,7 @@ class Dataset:
         y_test: Their labels.
         classes: Number of classes.
         vocabulary: As `Format.vocabulary`.
-        groups_train: Who each training row is from, int64, (rows,), where that is known.
+        groups_train: Person that each training row is from, int64, (rows,), where that is known.
     """
 
     x_train: Tensor
@@ -63,7 +63,7 @@ class Dataset:
 
     @property
     def format(self) -> Format:
-        """What one row is."""
+        """Form of one row."""
         return Format(
             shape=tuple(self.x_train.shape[1:]),
             classes=self.classes,
@@ -72,26 +72,26 @@ class Dataset:
         )
 
     def to(self, dtype: torch.dtype) -> "Dataset":
-        """The same with inputs of another precision; ids stay what they are."""
+        """Returns the data set with inputs of another precision; ids stay what they are."""
         return self if self.format.tokens else self.mapped(lambda x: x.to(dtype))
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "Dataset":
-        """The same with other inputs."""
+        """Returns the data set with `change` applied to all inputs."""
         return replace(self, x_train=change(self.x_train), x_test=change(self.x_test))
 
     def standardised(self, dims: tuple[int, ...]) -> "Dataset":
-        """With training inputs of mean 0 and variance 1 over ``dims``, test inputs scaled alike."""
+        """Scales training inputs to mean 0 and variance 1 over ``dims``, test inputs alike."""
         variance, mean = torch.var_mean(self.x_train, dims, keepdim=True)
         return self.mapped(lambda x: (x - mean) / variance.sqrt())
 
 
 def synthetic(format: Format, rows: int, seed: int) -> Dataset:
-    """Makes up random data, for when only the time or the bytes of a step matter.
+    """Returns random data, for when only the time or the bytes of a step matter.
 
     Args:
-        format: What a row is.
+        format: Form of a row.
         rows: Number of training rows; there are a few test rows besides.
-        seed: Of the random numbers.
+        seed: Seed of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     train = _random_rows(format, rows, generator)
@@ -100,7 +100,6 @@ def synthetic(format: Format, rows: int, seed: int) -> Dataset:
 
 
 def _random_rows(format: Format, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Independent inputs and labels."""
     shape = (rows, *format.shape)
     if format.tokens:
         x = torch.randint(format.vocabulary or format.classes, shape, generator=generator)

@@ -1,4 +1,4 @@
-"""Downloads the files of a data set."""
+"""Downloads of the files of a data set."""
 
 import gzip
 import hashlib
@@ -25,13 +25,13 @@ _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 
 def download(source: Source, folder: Path, progress: Progress, url: str = "") -> list[str]:
-    """Brings the files of a data set into a folder, unless they are there already.
+    """Downloads the files of a data set into a folder, unless they are there already.
 
-    A file appears under its name only when it is complete and its checksum right, if it has one.
+    A file appears under its name only when it is complete and its checksum, if any, is right.
 
     Args:
         source: The data set.
-        folder: Where its files belong.
+        folder: Folder for its files.
         progress: Shows a bar for each file.
         url: Folder on the net to use instead of ``source.url``.
 
@@ -39,8 +39,8 @@ def download(source: Source, folder: Path, progress: Progress, url: str = "") ->
         The names of the files that were downloaded.
 
     Raises:
-        RecipeError: The net, a checksum or the disk does not allow it, or the address is not of
-            https: then anybody on the way could have changed the files.
+        RecipeError: The net, a checksum or the disk prevents it. Or the address is not of https,
+            so that anybody on the way could have changed the files.
     """
     wanted = [name for name, md5 in source.files.items() if not _is_right(folder / name, md5)]
     if wanted and source.made_from and not url:
@@ -53,7 +53,7 @@ def download(source: Source, folder: Path, progress: Progress, url: str = "") ->
 
 
 def _make(source: Source, wanted: list[str], folder: Path, progress: Progress) -> None:
-    """Makes files from their originals in a hidden folder, which does not stay."""
+    """Makes files from their originals, in a hidden folder that is removed at the end."""
     assert source.convert is not None
     originals: list[Path] = []
     try:
@@ -82,7 +82,7 @@ def _unwritable(path: Path, error: OSError) -> RecipeError:
 
 
 def _original(source: Source, name: str, url: str) -> Original:
-    """Where a file comes from: the folder that was asked for, or its own address."""
+    """Returns the origin of a file: in the requested folder on the net, or its own address."""
     base = url or source.url
     if not base:
         return source.originals[name]
@@ -90,7 +90,7 @@ def _original(source: Source, name: str, url: str) -> Original:
 
 
 def _refuse_unprotected(url: str) -> None:
-    """Allows https, files, and http on this machine."""
+    """Raises unless the address is of https, a file, or http on this machine."""
     parts = urlsplit(url)
     if parts.scheme == "http" and parts.hostname not in _THIS_MACHINE:
         raise RecipeError(
@@ -100,12 +100,11 @@ def _refuse_unprotected(url: str) -> None:
 
 
 class _Redirects(HTTPRedirectHandler):
-    """Follows where a server sends, but not from https to http."""
+    """Follows redirects, but not from https to http."""
 
     def redirect_request(
         self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
     ) -> Request | None:
-        """The next request, if there is to be one."""
         _refuse_unprotected(newurl)
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
@@ -155,7 +154,7 @@ def _chunks(url: str, path: Path, progress: Progress, put: str) -> Iterator[byte
 
 @contextmanager
 def _atomic(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a temporary file that takes the place of ``path`` if all goes well."""
+    """Opens a temporary file that replaces ``path`` if all goes well."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as file:

@@ -1,4 +1,4 @@
-"""Reads files that may be damaged."""
+"""Readers of files that may be damaged."""
 
 import gzip
 import struct
@@ -14,7 +14,7 @@ from outergrad_lab.data.dataset import Dataset
 
 
 class DamagedFileError(ValueError):
-    """A file is not what it should be.
+    """A file is damaged, or of another kind.
 
     Attributes:
         path: The file.
@@ -27,7 +27,7 @@ class DamagedFileError(ValueError):
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns whatever goes wrong while a file is read into `DamagedFileError`."""
+    """Turns every error while a file is read into `DamagedFileError`."""
     try:
         yield
     except Exception as error:  # gzip, zipfile and NumPy raise nearly everything
@@ -36,7 +36,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def reading_arrays(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
-    """Lends the arrays of an ``.npz`` file, read under the same guard."""
+    """Yields the arrays of an ``.npz`` file; errors become `DamagedFileError`."""
     with reading(path), path.open("rb") as file, np.load(file) as arrays:
         yield arrays
 
@@ -48,10 +48,10 @@ def read_parts(
 
     Args:
         path: The file.
-        inputs: Name of an array, with ``{}`` for ``train`` or ``test``.
-        labels: Of another.
+        inputs: Name of the array of inputs, with ``{}`` for ``train`` or ``test``.
+        labels: Name of the array of labels, likewise.
         classes: Number of classes.
-        as_inputs: Turns the first into a tensor, (rows, ...).
+        as_inputs: Turns an array of inputs into a tensor, (rows, ...).
 
     Raises:
         DamagedFileError: The file is damaged, or of other arrays.
@@ -80,7 +80,7 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
 
 
 def as_labels(values: np.ndarray, rows: int, classes: int) -> Tensor:
-    """Turns numbers into the labels of so many rows, int64, (rows,).
+    """Converts numbers to the labels of `rows` rows, int64, (rows,).
 
     Raises:
         ValueError: There are none, more or fewer, or they are no classes.

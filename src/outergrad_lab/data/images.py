@@ -17,7 +17,7 @@ _PARTS = ("x_train", "y_train", "x_test", "y_test")
 def read_digits(_folder: Path) -> Dataset:
     """Reads the digits that scikit-learn ships: four fifths to train on, one to test.
 
-    Those that were read before lie in the cache: to import scikit-learn takes a second.
+    They are cached, because importing scikit-learn takes a second.
     """
     arrays = cached("digits", key_of([version("scikit-learn")], []), _split_digits)
     parts = (torch.from_numpy(arrays[name]) for name in _PARTS)
@@ -68,7 +68,7 @@ def read_cifar10(folder: Path) -> Dataset:
 
 
 def _add_up(differences: np.ndarray) -> Tensor:
-    """Pixels from 0 to 255, float32; the sums wrap around as the differences did."""
+    """Returns pixels from 0 to 255, float32; the sums wrap around as the differences did."""
     pixels = differences.reshape(-1, 3, 32, 32)
     for axis in (1, 2, 3):
         pixels = np.cumsum(pixels, axis=axis, dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Data sets by name: where their files lie and how to bring them there."""
+"""Data sets by name: the places of their files, and how to get them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,25 +32,25 @@ def load(name: str, data_dir: Path) -> Dataset:
 
 
 def require_files(name: str, data_dir: Path) -> None:
-    """Raises `RecipeError` that says which files of a data set to put where."""
+    """Raises `RecipeError` if files of a data set are missing; it says which to put where."""
     missing = missing_files(name, data_dir)
     if missing:
         raise RecipeError(f"{name} is not there: {how_to_get(name, data_dir, missing)}")
 
 
 def missing_files(name: str, data_dir: Path) -> list[str]:
-    """Names the files of a data set that are not in its folder."""
+    """Returns the names of the files of a data set that are not in its folder."""
     folder = folder_of(name, data_dir)
     return [file for file in SOURCES[name].files if not (folder / file).is_file()]
 
 
 def folder_of(name: str, data_dir: Path) -> Path:
-    """The folder that holds the files of a data set."""
+    """Returns the folder that holds the files of a data set."""
     return data_dir / (SOURCES[name].folder or name)
 
 
 def how_to_get(name: str, data_dir: Path, files: Sequence[str]) -> str:
-    """Says in one line how to bring files of a data set to their place."""
+    """Returns a line about how to get files of a data set."""
     place = f"{where_to_put(name, data_dir, files)} (--data-dir or OUTERGRAD_DATA)"
     source = SOURCES[name]
     if source.can_be_fetched:
@@ -59,10 +59,10 @@ def how_to_get(name: str, data_dir: Path, files: Sequence[str]) -> str:
 
 
 def where_to_put(name: str, data_dir: Path, files: Sequence[str]) -> str:
-    """Says where files of a data set belong."""
+    """Returns a line about where files of a data set belong."""
     return f"put {', '.join(files)} into {folder_of(name, data_dir)}"
 
 
 def get_command(name: str, data_dir: Path) -> str:
-    """The command that downloads a data set."""
+    """Returns the command that downloads a data set."""
     return f"outergrad data get {name} --data-dir {data_dir}"

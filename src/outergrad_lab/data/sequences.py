@@ -11,15 +11,15 @@ from outergrad_lab.data.files import as_labels, read_parts, reading_arrays
 
 FRAMES = 40
 SPEAKERS = 66
-"""Of the training rows of spoken digits; others speak in the test."""
+"""Number of speakers in the training rows of spoken digits; others speak in the test."""
 
 
 def read_spoken_digits(folder: Path) -> Dataset:
     """Reads spoken Arabic digits: the first 40 frames of 13 coefficients, standardised.
 
-    Arrays of the file: ``x_train``, float32, (rows, frames, 13); ``len_train``, how many of the
-    frames are sound; ``y_train``, the digits; and the same with ``test``. ``speaker_train`` says
-    whose rows these are, supposing that the ten utterances of a speaker lie together.
+    Arrays of the file: ``x_train``, float32, (rows, frames, 13); ``len_train``, number of frames
+    that are sound; ``y_train``, the digits; and likewise with ``test``. ``speaker_train`` numbers
+    the speakers of the rows, on the assumption that the ten utterances of a speaker are adjacent.
     """
     path = folder / "spoken_arabic_digits.npz"
     with reading_arrays(path) as arrays:
@@ -36,7 +36,7 @@ def read_spoken_digits(folder: Path) -> Dataset:
 
 
 def _first_frames(frames: np.ndarray, lengths: np.ndarray) -> tuple[Tensor, Tensor]:
-    """The first frames, (rows, 40, 13), and which of them are sound, (rows, 40)."""
+    """Returns the first frames, (rows, 40, 13), and which of them are sound, (rows, 40)."""
     x = frames[:, :FRAMES].reshape(len(lengths), FRAMES, 13)
     sound = torch.arange(FRAMES) < torch.from_numpy(lengths.astype(np.int64))[:, None]
     return torch.from_numpy(x).float(), sound

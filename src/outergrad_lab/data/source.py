@@ -1,4 +1,4 @@
-"""What is known of a data set."""
+"""Description of a data set."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,11 +9,11 @@ from outergrad_lab.data.dataset import Dataset, Format
 
 @dataclass(frozen=True)
 class Original:
-    """A file as its authors publish it; gzipped here, where its place has a name of that kind.
+    """A file as its authors publish it; gzipped here if only the local name ends in ``.gz``.
 
     Attributes:
-        url: Its address.
-        md5: Its checksum; empty where none is known.
+        url: Address of the file.
+        md5: Checksum of the file; empty where none is known.
     """
 
     url: str
@@ -22,21 +22,21 @@ class Original:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where a data set comes from.
+    """Origin of a data set, and how to read it.
 
     Attributes:
-        summary: What it is, in a few words.
+        summary: Description in a few words.
         read: Reads it from the folder that holds its files.
-        format: What a row of it is.
+        format: Form of one row.
         files: MD5 checksum of each file it needs; empty where any version will do.
         folder: Folder of the files, if it is not called like the data set.
         url: Folder on the net that holds just these files, if one does.
-        originals: Of each file, where there is no such folder, but a file it can be made from.
+        originals: Original of each file, where there is no such folder.
         made_from: Originals that all files together are made from, where none is one of them.
         convert: Makes the files, from the paths of these originals, in a folder.
-        licence: As its authors state it.
-        size: Of what is downloaded.
-        origin: Where the data is from, and what is to be made of it, for a person to do so.
+        licence: Licence, as its authors state it.
+        size: Size of the download.
+        origin: Origin of the data and how to make the files, for a person to do so.
     """
 
     summary: str
@@ -54,5 +54,5 @@ class Source:
 
     @property
     def can_be_fetched(self) -> bool:
-        """Whether a command brings it."""
+        """True if `outergrad data get` can download it."""
         return bool(self.url or self.originals or self.made_from)

@@ -1,4 +1,4 @@
-"""Readers of texts whose next character is to be guessed."""
+"""Readers of texts for the prediction of the next character."""
 
 import gzip
 import re
@@ -17,14 +17,14 @@ BOOK = re.compile(r"\*\*\* START OF.*?\n(.*)\nEnd of (?:the )?Project Gutenberg"
 
 
 def read_tinyshakespeare(folder: Path) -> Dataset:
-    """Reads Shakespeare, to guess each next character."""
+    """Reads Shakespeare, for the prediction of each next character."""
     path = folder / "input.txt.gz"
     with reading(path):
         return _next_characters(_unpacked(path))
 
 
 def read_war_and_peace(folder: Path) -> Dataset:
-    """Reads War and Peace without the notices around it, to guess each next character.
+    """Reads War and Peace without its notices, for the prediction of each next character.
 
     Characters that come fewer than 10 times share one id, the last.
     """
@@ -38,10 +38,10 @@ def _unpacked(path: Path) -> str:
 
 
 def _book(text: str) -> str:
-    """What Project Gutenberg's header and licence enclose.
+    """Returns the text between Project Gutenberg's header and licence.
 
     Raises:
-        ValueError: They are not there.
+        ValueError: Header or licence are missing.
     """
     found = BOOK.search(text)
     if not found:
@@ -50,16 +50,17 @@ def _book(text: str) -> str:
 
 
 def _next_characters(text: str, fewest: int = 1) -> Dataset:
-    """Cuts a text into rows of 129 characters, none of which is in another row.
+    """Cuts a text into rows of 129 characters without overlap.
 
-    The first 128 of a row are the input, the last 128 the labels. The end of the text is the test.
+    The first 128 characters of a row are the input, the last 128 the labels. The end of the text
+    is the test.
 
     Args:
         text: The text.
         fewest: Characters that come less often share one id.
 
     Raises:
-        ValueError: It is too short to be trained on and tested.
+        ValueError: The text is too short to be trained on and tested.
     """
     ids, classes = _as_ids(text, fewest)
     rows = ids[: len(ids) // ROW * ROW].view(-1, ROW)
@@ -71,7 +72,7 @@ def _next_characters(text: str, fewest: int = 1) -> Dataset:
 
 
 def _as_ids(text: str, fewest: int) -> tuple[Tensor, int]:
-    """Numbers characters in their order, the rare ones all alike; and how many ids there are."""
+    """Returns ids of the characters in their order, one id for rare ones, and the number of ids."""
     often = Counter(text)
     frequent = sorted(character for character in often if often[character] >= fewest)
     number = {character: place for place, character in enumerate(frequent)}

@@ -1,4 +1,4 @@
-"""Readers of texts of one class each."""
+"""Readers of texts with one class each."""
 
 import csv
 import gzip
@@ -22,7 +22,7 @@ from outergrad_lab.data.tokens import (
 )
 
 CHARACTERS = 8
-"""Per token, that are read of a text: about twice as many as a token has on average."""
+"""Characters read of a text per token: about twice as many as a token has on average."""
 
 Part = tuple[list[str], np.ndarray]
 """Texts and their classes, int64, (texts,)."""
@@ -30,13 +30,13 @@ Part = tuple[list[str], np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """Files of labelled texts, and what becomes of them.
+    """Files of labelled texts, and how to read them.
 
     Attributes:
-        name: Of the data set.
+        name: Name of the data set.
         train: File to train on: gzipped CSV with a column ``label``.
         test: File to be tested on.
-        column: Where the text is.
+        column: Name of the column with the text.
         length: Tokens per row.
         classes: Number of classes.
         shuffled: Whether rows are put into a random order, the same every time.
@@ -82,7 +82,7 @@ def read_ag_news(folder: Path) -> Dataset:
 
 
 def _read(texts: Texts, folder: Path) -> Dataset:
-    """Reads ids and labels; those of files that were read before lie in the cache."""
+    """Reads ids and labels, from the cache if these files were read before."""
     paths = (folder / texts.train, folder / texts.test)
     settings = (texts, CHARACTERS, VOCABULARY, tokenizers_version(texts.name))
     arrays = cached(texts.name, key_of(settings, paths), partial(_make, texts, *paths))
@@ -91,7 +91,7 @@ def _read(texts: Texts, folder: Path) -> Dataset:
 
 
 def _make(texts: Texts, train: Path, test: Path) -> Arrays:
-    """The fields of a `Dataset`; the tokens are learnt from the training texts."""
+    """Returns the fields of a `Dataset`; the tokens are learnt from the training texts."""
     (train_texts, y_train), (test_texts, y_test) = (_part(texts, path) for path in (train, test))
     tokenizer = learn_tokens(train_texts)
     return {
@@ -103,10 +103,10 @@ def _make(texts: Texts, train: Path, test: Path) -> Arrays:
 
 
 def _part(texts: Texts, path: Path) -> Part:
-    """The rows of one file.
+    """Returns the rows of one file.
 
     Raises:
-        DamagedFileError: It is not such a file.
+        DamagedFileError: The file is damaged, or of another kind.
     """
     with reading(path):
         rows = list(csv.DictReader(io.StringIO(gzip.decompress(path.read_bytes()).decode())))
@@ -121,5 +121,5 @@ def _order(texts: Texts, rows: int) -> np.ndarray:
 
 
 def _beginning(row: Mapping[str, str], texts: Texts) -> str:
-    """More of the text than becomes tokens, without line breaks in HTML."""
+    """Returns more of the text than becomes tokens, without line breaks in HTML."""
     return row[texts.column].replace("<br />", " ")[: CHARACTERS * texts.length]

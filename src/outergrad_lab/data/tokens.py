@@ -1,4 +1,4 @@
-"""Turns texts into tokens: byte pairs, learnt from the texts themselves."""
+"""Conversion of texts to tokens: byte pairs, learnt from the texts themselves."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from outergrad.launch.errors import RecipeError
 
 VOCABULARY = 8000
 PADDING = 0
-"""The id that fills a row behind its text."""
+"""Id that fills a row behind its text."""
 
 try:
     import tokenizers
@@ -18,7 +18,7 @@ except ImportError:
 
 
 def tokenizers_version(data: str) -> str:
-    """The version of the library that tokens depend on.
+    """Returns the version of the tokenizers library, on which the tokens depend.
 
     Raises:
         RecipeError: It is not installed.
@@ -29,9 +29,9 @@ def tokenizers_version(data: str) -> str:
 
 
 def learn_tokens(texts: Sequence[str]) -> Any:
-    """A tokenizer of at most `VOCABULARY` tokens, lower case, the padding included.
+    """Learns a tokenizer of at most `VOCABULARY` tokens, lower case, the padding included.
 
-    It starts from bytes, so that it can write every text, and gives it back in lower case.
+    It starts from bytes, so that it can encode every text; decoding gives lower case.
     Source: Sennrich, Haddow and Birch, 2016; over bytes as in GPT-2.
     """
     assert tokenizers is not None
@@ -50,7 +50,7 @@ def learn_tokens(texts: Sequence[str]) -> Any:
 
 
 def as_tokens(tokenizer: Any, texts: Sequence[str], length: int) -> np.ndarray:
-    """Ids of the first tokens of each text, padded behind, uint16, (texts, length)."""
+    """Returns ids of the first tokens of each text, padded behind, uint16, (texts, length)."""
     tokenizer.enable_truncation(length)
     tokenizer.enable_padding(length=length, pad_id=PADDING, pad_token="[PAD]")
     return np.array([row.ids for row in tokenizer.encode_batch(texts)], np.uint16)

@@ -1,1 +1,1 @@
-"""The paper's experiments: each from one command, from its YAML, on real data."""
+"""Experiments of the paper: each runs by one command, from its YAML, on real data."""

@@ -1,4 +1,4 @@
-"""What a figure's YAML asks for: its points, and the names and looks of its lines."""
+"""Points of a figure, as its YAML requests them, and the names and looks of its lines."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _MARKERS = "os^vDPXd"
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a figure's YAML asks for, and the points that the results have for it.
+    """Request of a figure's YAML, and the points that the results have for it.
 
     Attributes:
-        title: Of the figure.
+        title: Title of the figure.
         x, y: Names of quantities or settings.
-        lines, panels: What lines and panels differ in.
-        called: What the legend calls each method; others are not drawn. Where empty, all are.
-        log: Which axes are logarithmic.
+        lines, panels: Names of the settings in which lines and panels differ.
+        called: Name of each method in the legend; other methods are not drawn. If empty, all are.
+        log: Axes that are logarithmic.
         references: Methods whose outcomes are levels to compare with.
-        course: Whether lines go over steps, rather than through what came out.
+        course: Whether lines go over steps, rather than through final outcomes.
         points: Rows of `curves`, `ranks` or `finals`.
     """
 
@@ -50,26 +50,26 @@ class Asked:
     points: DataFrame
 
     def line(self, key: tuple[Any, ...]) -> str:
-        """What the legend calls a line."""
+        """Returns the name of a line in the legend."""
         parts = zip(self.lines, key, strict=True)
         return ", ".join(self.called.get(value) or heading(name, value) for name, value in parts)
 
     def looks(self, keys: Iterable[tuple[Any, ...]]) -> dict[str, Style]:
-        """How lines look, by what the legend calls them."""
+        """Returns the looks of lines, by their names in the legend."""
         first = {self.line(key): key for key in reversed(list(keys))}
         named = dict(reversed(first.items()))
         return dict(zip(named, styles(self.lines, list(named.values())), strict=True))
 
 
 def ask(wanted: Mapping[str, Any], results: Sequence[Result]) -> Asked:
-    """Finds the points of a figure; none where no result has what it asks for.
+    """Returns the points of a figure; none where no result has what it requests.
 
     Raises:
         RecipeError: It names what no result has.
     """
     x, y, lines = wanted["x"], wanted["y"], names(wanted["lines"])
     panels, log, references = (names(wanted.get(n)) for n in ("panels", "log", "references"))
-    # Over bytes a method is a course, a family the line through its methods.
+    # Over bytes a method is drawn as a course, and a family as a line through its methods.
     spent = x == "sent_bytes" and y in _OF_COURSE and "method" in lines
     course = x in _COURSE or spent or y == "effective_rank"
     if swept := wanted.get("best"):
@@ -106,7 +106,7 @@ def ask(wanted: Mapping[str, Any], results: Sequence[Result]) -> Asked:
 
 
 def styles(along: list[str], keys: Sequence[tuple[Any, ...]]) -> list[Style]:
-    """Methods and families look the same everywhere; others go from dark to light."""
+    """Returns the same look for a method or family everywhere; other lines get lighter in turn."""
     from seaborn import color_palette
 
     if "method" in along:

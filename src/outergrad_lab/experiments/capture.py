@@ -1,4 +1,4 @@
-"""Gradients of a real training, as the factors that a method is given to compress."""
+"""Gradients of a real training, as the factors that a method has to compress."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _EXACT = og.DAD(always=True, reveal="activations")
 
 @dataclass(frozen=True)
 class Captured:
-    """The gradients of one weight.
+    """Gradients of one weight.
 
     Attributes:
-        name: Of the weight.
-        steps: Its factors in consecutive steps.
-        formed_OI: The last one as it is, float64.
-        sigma_K: Its singular values, falling, float64.
+        name: Name of the weight.
+        steps: Factors of its gradient in consecutive steps.
+        formed_OI: Gradient of the last of these steps, as a matrix, float64.
+        sigma_K: Singular values of that gradient, falling, float64.
     """
 
     name: str
@@ -45,24 +45,23 @@ class Captured:
 
     @property
     def last(self) -> Factors:
-        """Of the last step."""
+        """Factors of the last step."""
         return self.steps[-1]
 
     @property
     def largest_rank(self) -> int:
-        """Min(N, I, O)."""
+        """Largest rank of the gradient: min(N, I, O)."""
         return min(len(self.sigma_K), self.last.d_GRO.shape[1])
 
 
 class _Watched(DADCompressor):
-    """Exact, and remembers what it was given."""
+    """A compressor without loss that remembers its inputs."""
 
     def __init__(self) -> None:
         super().__init__(_EXACT)
         self.given: dict[str, Factors] = {}
 
     def compress(self, parts: Sequence[Part]) -> list[Factors]:
-        """As it is."""
         for part in parts:
             assert isinstance(part.gradient, Factors)
             d_GRO, a_GRI, _ = part.gradient
@@ -74,12 +73,11 @@ class _Watched(DADCompressor):
 
 @dataclass(frozen=True)
 class _Watching:
-    """A method whose exchange can be asked."""
+    """A method whose compressor can be inspected."""
 
     watched: _Watched = field(default_factory=_Watched)
 
     def compressor(self) -> _Watched:
-        """The one there is."""
         return self.watched
 
 
@@ -87,14 +85,14 @@ class _Watching:
 def capture(
     workload: str, batch_size: int, steps: int, last: int, seed: int, data_dir: Path
 ) -> tuple[Captured, ...]:
-    """Trains at one site, with exact gradients.
+    """Trains at one site with exact gradients, and returns the last of these.
 
     Args:
         workload: A key of `WORKLOADS` with data.
         batch_size: Rows per step.
-        steps: How many.
-        last: Of how many at the end the factors are kept.
-        seed: Of the weights and the batches.
+        steps: Number of steps.
+        last: Number of steps at the end whose factors are kept.
+        seed: Seed of the weights and the batches.
         data_dir: Folder of the data sets.
 
     Returns:
@@ -137,5 +135,5 @@ def _captured(name: str, steps: Sequence[Factors]) -> Captured:
 
 
 def formed(gradient: Factors) -> Tensor:
-    """The gradient itself, (O, I), of the only group that there is, in float64."""
+    """Returns the gradient as a matrix, (O, I), of the only group, in float64."""
     return gradient.d_GRO[0].double().mT @ gradient.a_GRI[0].double()

@@ -1,4 +1,4 @@
-"""What has run of an experiment, and what has not."""
+"""Overview of the runs of an experiment that are done, and of those that are not."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _PLACE = ("workload", "sites")
 
 
 def write_coverage(whole: Experiment, results: Sequence[Result], folder: Path) -> Table:
-    """Writes runs.md: by workload and number of sites, what has run of what is to run.
+    """Writes runs.md: planned and finished runs by workload and number of sites.
 
     Args:
-        whole: The experiment, without what narrows it.
-        results: Of what has run of it, or of a part with fewer steps.
-        folder: Of the experiment.
+        whole: The whole experiment, before it was narrowed.
+        results: Results of its runs, or of runs with fewer steps.
+        folder: Folder of the experiment.
     """
     from pandas import DataFrame
 
@@ -70,7 +70,7 @@ def _listed(name: str, all_settings: Iterable[Settings]) -> str:
 
 
 def _at_the_edge(results: Sequence[Result], swept: str) -> str:
-    """Methods whose best value is the least or the most of those that were tried."""
+    """Returns methods whose best value is the smallest or the largest one that was tried."""
     best = best_values(results, swept)
     found: dict[str, str] = {}
     for result in results:

@@ -1,4 +1,4 @@
-"""The figures of an experiment: lines over panels, drawn by seaborn."""
+"""Figures of an experiment: lines over panels, drawn by seaborn."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 _WIDTH, _DPI = 8.0, 150
 _HEIGHTS = {1: 4.0, 2: 3.1, 3: 2.5}
-"""Inches of a row of panels, by their number."""
+"""Height in inches of a row of panels, by the number of columns (at most 3)."""
 _OWN_RANGE = {"data", "model", "workload", "layer"}
-"""Panels that differ in these need not share an axis."""
+"""Settings for which panels need not share a y axis."""
 _WINDOWS = 40
-"""A training has so many windows of the running mean."""
+"""Number of windows of the running mean in a training."""
 _THEME: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 9.5,
@@ -50,13 +50,13 @@ _THEME: dict[Any, Any] = {
 def write_figures(
     wanted: Iterable[Mapping[str, Any]], results: Iterable[Result], folder: Path
 ) -> list[Path]:
-    """Draws NAME.png for each; one that no result has anything for is left out.
+    """Draws NAME.png for each figure; a figure without any result is left out.
 
-    A picture carries its title in its metadata too.
+    A picture has its title in its metadata, too.
 
     Raises:
         ImportError: pandas or seaborn is missing.
-        RecipeError: One names what no result has.
+        RecipeError: A figure names what no result has.
     """
     require("pandas", "seaborn", extras="reproduce")
     results = list(results)
@@ -106,7 +106,6 @@ def draw(asked: Asked, results: Sequence[Result]) -> Figure:
 def _lines_of_rows(
     asked: Asked, panels: Sequence[DataFrame], rows: Sequence[int]
 ) -> list[list[tuple[Any, ...]]]:
-    """The lines that are in any panel of each row."""
     from pandas import concat
 
     by_row = [
@@ -117,7 +116,7 @@ def _lines_of_rows(
 
 
 def _draw_lines(axes: Axes, asked: Asked, points: DataFrame, looks: Mapping[str, Style]) -> None:
-    """A line through the means over seeds, in a band from the least to the most."""
+    """Draws lines through the means over seeds, in a band from the least to the most."""
     for key, rows in groups(points, asked.lines).items():
         name = asked.line(key)
         style = looks[name]
@@ -134,7 +133,7 @@ def _draw_lines(axes: Axes, asked: Asked, points: DataFrame, looks: Mapping[str,
 
 
 def _course(axes: Axes, rows: DataFrame, asked: Asked, style: Style) -> DataFrame:
-    """A point per seed and step; of the training loss a running mean, with the loss behind it."""
+    """Returns a point per seed and step; for training loss a running mean, over the plain loss."""
     by_seed = rows.pivot_table(index="step", columns="seed", values=asked.y)
     at = rows.groupby("step")[asked.x].mean()
     if asked.y == "loss":
@@ -145,7 +144,7 @@ def _course(axes: Axes, rows: DataFrame, asked: Asked, style: Style) -> DataFram
 
 
 def _outcomes(rows: DataFrame, asked: Asked) -> DataFrame:
-    """A point per task; what was measured as x is the mean of tasks that differ in the seed."""
+    """Returns a point per task; a measured x is the mean of tasks that differ only in the seed."""
     if asked.x not in QUANTITIES:
         return rows
     alike = rows.groupby(varied(rows) or ["kind"], dropna=False, observed=True)
@@ -155,7 +154,6 @@ def _outcomes(rows: DataFrame, asked: Asked) -> DataFrame:
 def _draw_levels(
     axes: Axes, asked: Asked, panel: Mapping[str, Any], results: Sequence[Result]
 ) -> None:
-    """What the methods of reference came to: horizontal lines."""
     if not asked.references:
         return
     frame = finals(results)

@@ -24,7 +24,7 @@ HEADINGS = {
     "iterations": "Power iterations",
     "selection": "Finding entries",
 }
-"""Of the kinds of results."""
+"""Headings of the kinds of results."""
 
 MEASURED = (
     *("accuracy", "auc", "test_loss", "train_loss", "sent_bytes", "total_bytes", "fewer", "gap"),
@@ -36,7 +36,7 @@ MEASURED = (
 """Columns of `finals` that are no settings."""
 
 OF_METHOD = ("method", "family", "rank", "label")
-"""Columns that say which method it is."""
+"""Columns that describe the method."""
 
 OF_COURSE = ("step", "loss", "test_loss", "accuracy", "auc", "sent_bytes", "epoch", "seconds")
 """Columns of `curves` that are no settings."""
@@ -47,12 +47,12 @@ _LAST = 20
 
 
 def finals(results: Iterable[Result]) -> DataFrame:
-    """What came out: a row per training, method timed, number of sites, or rank and iterations.
+    """Returns outcomes: a row per training, timed method, number of sites, or rank and iterations.
 
-    Columns are all settings; the method's `family`, `rank` and `label`; and `MEASURED`:
-    `train_loss` is the mean of the last 20 steps, `gap` the largest difference to the loss of
-    the pooled training of the same settings at any step, `fewer` how many times fewer bytes than
-    dense (ddp where dense is not there). What is not known is NaN.
+    Columns are all settings; the method's `family`, `rank` and `label`; and `MEASURED`.
+    `train_loss` is the mean of the last 20 steps. `gap` is the largest difference at any step to
+    the loss of the pooled training of the same settings. `fewer` is the ratio of the bytes of dense
+    (ddp where dense is missing) to those of the method. Unknown values are NaN.
     """
     frame = _table([row for result in results for row in _final_rows(result)], "losses", *MEASURED)
     frame[["rank", *MEASURED]] = frame[["rank", *MEASURED]].astype(float)
@@ -64,11 +64,11 @@ def finals(results: Iterable[Result]) -> DataFrame:
 
 
 def curves(results: Iterable[Result]) -> DataFrame:
-    """The course of training: a row per training and step.
+    """Returns the course of training: a row per training and step.
 
-    `loss` is of every step; `test_loss`, `accuracy` and `auc` of those that were tested.
-    `sent_bytes` is what a site had sent by then, in between two tests in proportion; `seconds`
-    the step times `step_s` of the method's timing with as many sites, once per link.
+    `loss` is there for every step; `test_loss`, `accuracy` and `auc` for the steps with a test.
+    `sent_bytes` is the number of bytes that a site had sent by then, interpolated between tests.
+    `seconds` is the step times `step_s` of the method's timing with as many sites, once per link.
     """
     from pandas import concat
 
@@ -86,7 +86,7 @@ def curves(results: Iterable[Result]) -> DataFrame:
 
 
 def ranks(results: Iterable[Result]) -> DataFrame:
-    """Effective ranks: a row per training, layer and step; `epoch` where epochs were counted."""
+    """Returns effective ranks, a row per training, layer and step; with `epoch` where known."""
     rows = [
         _named(result) | {"layer": layer, "epoch": point["step"] * _epochs(result), **point}
         for result in of_kind("training", results)
@@ -97,7 +97,7 @@ def ranks(results: Iterable[Result]) -> DataFrame:
 
 
 def last_ranks(results: Iterable[Result]) -> DataFrame:
-    """Of `ranks` those of the last step of each training."""
+    """Returns the rows of `ranks` for the last step of each training."""
     frame = ranks(results)
     keys = ["layer", "seed", *varied(frame.drop(columns=["step", "epoch", "effective_rank"]))]
     keys = list(dict.fromkeys(keys))
@@ -105,7 +105,7 @@ def last_ranks(results: Iterable[Result]) -> DataFrame:
 
 
 def per_site(results: Iterable[Result]) -> DataFrame:
-    """What the last test found: a row per training and site; accuracy, auc, loss."""
+    """Returns the last test's accuracy, auc and loss: a row per training and site."""
     rows = [
         _named(result) | {"site": site, **found}
         for result in of_kind("training", results)
@@ -115,13 +115,13 @@ def per_site(results: Iterable[Result]) -> DataFrame:
 
 
 def over_seeds(frame: DataFrame, keys: Sequence[str], value: str) -> DataFrame:
-    """The mean, min, max and count of a value, a row per group of keys."""
+    """Returns the mean, min, max and count of a value, a row per group of keys."""
     found = frame.groupby(list(keys), dropna=False, sort=False, observed=True)[value]
     return found.agg(["mean", "min", "max", "count"]).reset_index()
 
 
 def varied(frame: DataFrame) -> list[str]:
-    """The settings whose values differ, but for the seed; what names a method counts once."""
+    """Returns the settings that differ, but for the seed; the columns of a method count once."""
     once = {*MEASURED, "seed", "family", "label", "kind"}
     settings = [name for name in frame.columns if name not in once]
     found = [name for name in settings if frame[name].nunique(dropna=False) > 1]
@@ -129,12 +129,12 @@ def varied(frame: DataFrame) -> list[str]:
 
 
 def of_kind(kind: str, results: Iterable[Result]) -> list[Result]:
-    """Those of one kind, in their order."""
+    """Returns the results of one kind, in their order."""
     return [result for result in results if result["kind"] == kind]
 
 
 def _table(rows: Sequence[Settings], *columns: str) -> DataFrame:
-    """A table that has columns even where it has no rows."""
+    """Returns a table that has columns even where it has no rows."""
     from pandas import DataFrame
 
     frame = DataFrame(rows)
@@ -142,7 +142,7 @@ def _table(rows: Sequence[Settings], *columns: str) -> DataFrame:
 
 
 def _named(result: Result, **more: Any) -> Settings:
-    """A result's settings, with lists as text, and what its method is called."""
+    """Returns a result's settings, with lists as text, and the names of its method."""
     own = {"precision": "float32", "optimizer": "adam"} if result["kind"] == "training" else {}
     settings = {"kind": result["kind"], "seed": 0, **own, **result["settings"], **more}
     row = {
@@ -199,7 +199,7 @@ def _outcome(result: Result) -> Settings:
 
 
 def _same_run(frame: DataFrame, method: str, values: Series) -> Series:
-    """For every row the value of a method's run that has all other settings in common."""
+    """Returns for every row the value of a method's run with all other settings equal."""
     own = {*OF_METHOD, *MEASURED, "losses"}
     settings = [frame[name] for name in frame.columns if name not in own]
     of_method = values.where(frame["method"] == method)
@@ -229,6 +229,6 @@ def _course(result: Result) -> DataFrame:
 
 
 def _epochs(result: Result) -> float:
-    """Epochs per step; NaN where only steps were asked for."""
+    """Returns epochs per step; NaN where only steps were requested."""
     epochs = result["settings"].get("epochs")
     return epochs / len(result["losses"]) if epochs and result["losses"] else math.nan

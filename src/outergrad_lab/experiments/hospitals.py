@@ -1,4 +1,4 @@
-"""Sites that keep rows to choose by, and are tested on rows of their own."""
+"""Sites that keep rows for validation, and are tested on rows of their own."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from outergrad_lab.training.training import deal, predict
 
 @dataclass(frozen=True)
 class Hospital:
-    """The rows of one site, no row in two parts or at two sites.
+    """Rows of one site; no row is in two parts or at two sites.
 
     Attributes:
         train: Numbers of the training rows that it learns from, (rows,).
-        validation: Of those by which settings and the threshold are chosen.
+        validation: Numbers of the training rows by which settings and threshold are chosen.
         test: Numbers of its rows among the test rows.
     """
 
@@ -34,7 +34,7 @@ class Hospital:
 
 
 class Seen(NamedTuple):
-    """What a model said of the rows of one site.
+    """Outputs of a model for the rows of one site.
 
     Attributes:
         validation: Logits, (rows, classes).
@@ -50,7 +50,7 @@ class Seen(NamedTuple):
 
 
 def dealt(job: Job, data: Dataset, percent: int | None) -> tuple[Rows, list[Hospital]]:
-    """The training rows of every site, and all that it has if sites keep some to choose by.
+    """Returns the training rows of every site, and all rows of sites that keep some for validation.
 
     Raises:
         RecipeError: As `hospitals_of` and `deal`.
@@ -64,15 +64,15 @@ def dealt(job: Job, data: Dataset, percent: int | None) -> tuple[Rows, list[Hosp
 
 
 def hospitals_of(job: Job, data: Dataset, percent: int) -> list[Hospital]:
-    """Deals out all rows, test rows as the training rows, in sizes and in mixes of classes.
+    """Splits all rows, test rows as the training rows, in sizes and in mixes of classes.
 
     Args:
-        job: Says how many sites there are, by which split, and the seed.
-        data: Of all sites.
-        percent: Of a site's training rows so many of a hundred, and one at least, are kept.
+        job: Its sites, split and seed are used.
+        data: Data of all sites.
+        percent: Percentage of a site's training rows kept for validation, at least one row.
 
     Raises:
-        RecipeError: The data cannot be split so, or a site would have no row left for something.
+        RecipeError: The data cannot be split so, or a site would lack rows for a part.
     """
     split = SPLITS[job.split]
     tested = replace(data, x_train=data.x_test, y_train=data.y_test, groups_train=None)
@@ -92,7 +92,7 @@ def _hospital(seed: int, site: int, rows: Tensor, test: Tensor, percent: int) ->
 
 
 def seen_at(hospital: Hospital, model: nn.Module, data: Dataset) -> Seen:
-    """Lets a model say what it takes a site's rows for."""
+    """Returns the outputs of a model for a site's rows."""
     kept, test = hospital.validation, hospital.test
     return Seen(
         predict(model, data.x_train[kept]),
@@ -103,10 +103,10 @@ def seen_at(hospital: Hospital, model: nn.Module, data: Dataset) -> Seen:
 
 
 def judged(sites: Sequence[Seen]) -> dict[str, Any]:
-    """How good the models of all sites are, all together and one by one.
+    """Returns scores of the sites' models, all together and one by one.
 
-    Of two classes the second is named from a threshold on, the same at all sites, by which most
-    validation rows of all sites are right. Nobody chooses by test rows.
+    With two classes, the second is predicted from a threshold on, the same at all sites. It is
+    chosen so that most validation rows of all sites are right; test rows play no part in it.
     """
     kept, kept_y, test, test_y = map(torch.cat, zip(*sites, strict=True))
     threshold = best_threshold(second_class(kept), kept_y) if test.shape[1] == 2 else None
@@ -120,14 +120,14 @@ def judged(sites: Sequence[Seen]) -> dict[str, Any]:
 
 
 def second_class(logits: Tensor) -> Tensor:
-    """Probability of the second of two classes, float64, (rows,)."""
+    """Returns the probability of the second of two classes, float64, (rows,)."""
     return logits.double().softmax(dim=1)[:, 1]
 
 
 def best_threshold(shares: Tensor, y: Tensor) -> float:
-    """From which probability on a row is of the second class, for most labels to be right.
+    """Returns the threshold of the second class's probability with which most labels are right.
 
-    Of several that are as good it is the one in the middle of the widest gap between two rows.
+    If several thresholds are equally good, it is in the middle of the widest gap between two rows.
 
     Args:
         shares: Probability of the second class, (rows,).

@@ -1,4 +1,4 @@
-"""What trainings take around a hub: their steps, as they were timed there, and cuts of lines."""
+"""Durations of trainings around a hub: timed or planned steps, and cuts of lines."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _NEW = ("link", "times", "hours", "line_bytes", "quicker", "fewer_line")
 
 @dataclass(frozen=True, kw_only=True)
 class Around:
-    """What a table or a figure says of the hub.
+    """Settings of the hub in a table or a figure.
 
     Attributes:
-        links: The lines of the sites.
-        rtt: There and back.
-        cut_every_s: After so many seconds a line is cut.
-        reference: By workload, the method with which the others are compared.
+        links: Lines of the sites.
+        rtt: Round-trip time.
+        cut_every_s: Seconds between two cuts of a line.
+        reference: Method with which the others are compared, by workload.
     """
 
     links: tuple[str, ...]
@@ -38,12 +38,12 @@ class Around:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a step costs on one link.
+    """Cost of a step on one link.
 
     Attributes:
-        seconds: Of a step, without cuts.
-        line_bytes: What its site's line carries, both ways.
-        cut_s: What a cut costs.
+        seconds: Seconds of a step, without cuts.
+        line_bytes: Bytes on a site's line, both ways.
+        cut_s: Seconds that a cut costs.
         times: Whether it was measured or planned.
     """
 
@@ -56,21 +56,21 @@ class Step:
 def around_hub(
     frame: DataFrame, results: Iterable[Result], wanted: Mapping[str, Any], steps: str
 ) -> DataFrame:
-    """The rows of `finals` or `curves` once per link.
+    """Returns the rows of `finals` or `curves` once per link, with durations around a hub.
 
     New columns are `link`; `times`, whether steps were measured or planned; `hours`, cuts
-    included; `line_bytes`, which a site's line carries both ways in the whole training; and how
-    many times fewer (`fewer_line`) and less time (`quicker`) than the reference, where both were
-    measured or both were planned.
+    included; `line_bytes`, bytes on a site's line both ways in the whole training; and the ratios
+    of the reference's bytes (`fewer_line`) and time (`quicker`) to these, where both were measured
+    or both were planned.
 
-    What was not timed is planned: computing, the bytes that are counted, once up and once down, at
-    the rate of the line, and its delay once per exchange. Cuts then cost nothing.
+    Steps that were not timed are planned from the computing time, the counted bytes, once up and
+    once down, at the rate of the line, and its delay once per exchange. Cuts then cost nothing.
 
     Args:
         frame: Has a row per training, or per step of one.
-        results: Of trainings and of steps around a hub.
-        wanted: The settings of an `Around`.
-        steps: The column that says how many steps there are.
+        results: Results of trainings and of steps around a hub.
+        wanted: Settings of an `Around`.
+        steps: Name of the column with the number of steps.
 
     Raises:
         RecipeError: A setting is wrong.
@@ -107,7 +107,7 @@ def _on_link(
 
 
 def _timed(results: list[Result], link: str) -> dict[tuple[str, str], Step]:
-    """By workload and method; a cut costs what it did on average over the methods there."""
+    """Returns measured steps by workload and method; a cut costs the mean over these methods."""
     return {
         (result["settings"]["workload"], method): Step(
             seconds=step["step_s"],
@@ -137,7 +137,7 @@ def _planned(row: Mapping[str, Any], around: Around, link: str) -> Step:
 
 
 def _compared(frame: DataFrame, around: Around) -> DataFrame:
-    """With the reference's mean over its seeds; never what was measured with what was planned."""
+    """Adds ratios to the reference's mean over its seeds, never of measured to planned steps."""
     is_reference = frame["method"] == frame["workload"].map(around.reference)
     keys = ["workload", "link", "times"]
     mean = frame[is_reference].groupby(keys)[["hours", "line_bytes"]].mean().reset_index()

@@ -1,4 +1,4 @@
-"""Tasks of kind "iterations": how good rank-dAD's triplets are, and what they cost to find."""
+"""Tasks of kind "iterations": quality and cost of the triplets that rank-dAD finds."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ T = TypeVar("T")
 COUNTS = (1, 2, 4, 8, 16, 32)
 TOLERANCES = (3e-1, 1e-1, 1e-2, 1e-3, 1e-4)
 CONSECUTIVE = 4
-"""Steps in which a warm start gets warm."""
+"""Consecutive steps that are kept, so that a warm start gets warm."""
 REPEATS = (3, 9)
-"""At least, and at most where they are short."""
+"""Least number of timed calls, and most of them if they are short."""
 REPEATING_S = 0.1
 WORKLOADS_IN_FACTORS = ("mlp", "deep-mlp", "gru", "lstm")
-"""Those with data whose weights all have a gradient of two factors, in one group."""
+"""Workloads with data, all of whose weights have a gradient of two factors in one group."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,16 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class IterationsWork:
-    """Compresses gradients of a real training in every way that there is.
+    """Compresses gradients of a real training in every way of `TRIALS`.
 
     Attributes:
         workload: One of `WORKLOADS_IN_FACTORS`.
         batch_size: Rows per step.
-        rank: How many triplets are looked for.
-        largest_rank: That the layers must be large enough for, so that means over layers of several
-            ranks are of the same ones.
-        steps: Of exact training at one site before.
-        seed: Of that training.
+        rank: Number of triplets to find.
+        largest_rank: Rank that the layers must be large enough for, so that means for several
+            ranks are over the same layers.
+        steps: Steps of exact training at one site before.
+        seed: Seed of that training.
     """
 
     workload: str
@@ -75,7 +75,7 @@ class IterationsWork:
             raise RecipeError(f"workload must be one of {known}, not {self.workload!r}")
 
     def run(self, context: Context) -> dict[str, Any]:
-        """A step of progress for the training, and one per trial."""
+        """Runs all trials; one step of progress for the training, and one per trial."""
         context.steps(1 + len(TRIALS))
         layers = self._layers(context)
         context.advance()
@@ -86,7 +86,7 @@ class IterationsWork:
         return {"rows": rows, "threads": torch.get_num_threads()}
 
     def _layers(self, context: Context) -> list[Captured]:
-        """Those with more triplets than are looked for: of the others every way finds all."""
+        """Returns layers with more triplets than are looked for: in others every way finds all."""
         training = self.workload, self.batch_size, self.steps, CONSECUTIVE, self.seed
         rank = max(self.rank, self.largest_rank) + OVERSAMPLING
         return [one for one in capture(*training, context.data_dir) if rank < one.largest_rank]
@@ -112,7 +112,7 @@ def _row(work: IterationsWork, trial: Trial, layer: Captured) -> dict[str, Any]:
 
 
 def timed(find: Callable[[], T], clock: Callable[[], float] = time.perf_counter) -> tuple[T, float]:
-    """What comes out, and median milliseconds by a clock, after a call to warm up."""
+    """Returns the result, and the median milliseconds of calls by a clock, after a warm-up call."""
     found = find()
     times_s: list[float] = []
     while _wants_more(times_s):
@@ -128,18 +128,18 @@ def _wants_more(times_s: list[float]) -> bool:
 
 
 def _error(layer: Captured, found: LowRank) -> float:
-    """Frobenius norm of what is missing, relative to the gradient."""
+    """Returns the Frobenius norm of the missing part, relative to the gradient."""
     missing_OI = layer.formed_OI - formed(found.factors())
     return (missing_OI.norm() / layer.sigma_K.norm()).item()
 
 
 def _best_error(layer: Captured, rank: int) -> float:
-    """The error that no approximation of the rank can be below (Eckart and Young)."""
+    """Returns the least error of any approximation of the rank (Eckart and Young)."""
     return (layer.sigma_K[rank:].norm() / layer.sigma_K.norm()).item()
 
 
 def _cold(layer: Captured, rank: int, trial: Trial, *, solver: Any) -> Callable[[], LowRank]:
-    """From random directions."""
+    """Returns a start from random directions."""
     return partial(
         compress,
         layer.last,
@@ -151,7 +151,7 @@ def _cold(layer: Captured, rank: int, trial: Trial, *, solver: Any) -> Callable[
 
 
 def _warm(layer: Captured, rank: int, trial: Trial) -> Callable[[], LowRank]:
-    """From where the step before ended, with as many spare directions as rank-dAD keeps."""
+    """Returns a start from the step before, with as many spare directions as rank-dAD keeps."""
     columns = rank + max(OVERSAMPLING, rank // 2)
     find = partial(compress, rank=columns, solver="subspace_iteration", iterations=trial.iterations)
     q_GIR = None
@@ -165,7 +165,7 @@ WAYS: dict[str, Callable[[Captured, int, Trial], Callable[[], LowRank]]] = {
     "block, warm": _warm,
     "one by one": partial(_cold, solver="power_iteration"),
 }
-"""All directions at a time, as rank-dAD does it; and the paper's own way, with deflation."""
+"""All directions at once, as in rank-dAD, or one by one with deflation, as in the paper."""
 
 
 TRIALS = (

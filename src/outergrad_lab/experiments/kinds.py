@@ -1,4 +1,4 @@
-"""The kinds of tasks, by name."""
+"""Kinds of tasks, by name."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,7 @@ KINDS: dict[str, Callable[[Settings], Work]] = {
     "iterations": partial(read, IterationsWork),
     "selection": partial(read, SelectionWork),
 }
-"""What makes the work of a task of its settings."""
+"""Functions that make the work of a task from its settings."""
 
 TRAINED = ("training", "star")
 """Kinds that have the settings of a training."""

@@ -1,4 +1,4 @@
-"""Trainings over links that nobody measured: computing, and bytes at the rate of the link."""
+"""Planned durations of trainings over links: computing, and bytes at the rate of the link."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def over_links(frame: DataFrame, links: Sequence[str]) -> DataFrame:
-    """The rows of `curves` once per link, with `link` and `seconds`.
+    """Returns the rows of `curves` once per link, with `link` and `seconds`.
 
-    Seconds are the steps times `compute_s`, the processor time of a step, and what a site has sent
-    by then over the rate. Nothing overlaps, and there are no delays. Of runs that differ in the
-    seed alone the least `compute_s` counts: other programs can only have made it longer.
+    Seconds are the steps times `compute_s`, the processor time of a step, plus the bytes that a
+    site has sent by then over the rate. Nothing overlaps, and there are no delays. Among runs that
+    differ only in the seed the least `compute_s` counts: other programs can only have raised it.
     """
     from pandas import concat
 

@@ -1,4 +1,4 @@
-"""A part of an experiment: some of its settings, fewer seeds, fewer steps."""
+"""Parts of an experiment: some of its settings, fewer seeds, fewer steps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from outergrad_lab.experiments.task import Settings, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What is wanted of an experiment.
+    """Requested part of an experiment.
 
     Attributes:
-        only: Values of settings, as `ddp` or `sites=2`; of the same setting one is enough.
-        seeds: How many of them, from the first on; None for all.
-        steps: Of every training; None for those of the experiment.
+        only: Values of settings, as `ddp` or `sites=2`; one of several for a setting must fit.
+        seeds: Number of seeds, from the first on; None for all.
+        steps: Steps of every training; None for those of the experiment.
     """
 
     only: tuple[str, ...] = ()
@@ -27,14 +27,14 @@ class Part:
 
     @property
     def options(self) -> str:
-        """As the command line has them."""
+        """Options of the command line for this part."""
         found = [f' --only "{text}"' if " " in text else f" --only {text}" for text in self.only]
         numbers = {"--seeds": self.seeds, "--steps": self.steps}
         found += [f" {name} {number}" for name, number in numbers.items() if number is not None]
         return "".join(found)
 
     def of(self, experiment: Experiment) -> Experiment:
-        """The experiment with fewer tasks.
+        """Returns the experiment with fewer tasks.
 
         Raises:
             RecipeError: It has no setting of such a value, no steps, or none of its tasks is left.
@@ -49,7 +49,7 @@ class Part:
 
 
 def _only(tasks: Sequence[Task], wanted: Iterable[str]) -> list[Task]:
-    """The tasks that have one of the wanted values of each setting that is asked for."""
+    """Returns the tasks that have a wanted value for each setting that is named."""
     allowed: dict[str, set[str]] = {}
     for asked in wanted:
         name, _, text = asked.partition("=")

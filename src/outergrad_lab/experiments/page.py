@@ -1,4 +1,4 @@
-"""The page of an experiment: its text, tables, figures and style in one file."""
+"""Page of an experiment: its text, tables, figures and style in one file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_page(
     figures: Sequence[Path],
     folder: Path,
 ) -> Path:
-    """Writes report.html, which needs nothing else to be opened.
+    """Writes report.html, a page that needs no other file.
 
     Raises:
         OSError: A figure cannot be read, or the page not be written.
@@ -57,7 +57,7 @@ def _rendered(name: str, **values: Any) -> str:
 
 
 def _facts(results: Sequence[Result]) -> dict[str, str]:
-    """Headings and what stands behind them; empty where nothing has run."""
+    """Returns headings with their values; values are empty where nothing has run."""
     versions = {"outergrad": _all("outergrad", results), "PyTorch": _all("torch", results)}
     days = sorted({str(result["finished"])[:10] for result in results if result.get("finished")})
     seconds = sum(result.get("seconds") or 0 for result in results)
@@ -71,12 +71,11 @@ def _facts(results: Sequence[Result]) -> dict[str, str]:
 
 
 def _all(name: str, results: Sequence[Result]) -> str:
-    """The different values, in words."""
     return "; ".join(dict.fromkeys(str(result[name]) for result in results if result.get(name)))
 
 
 def _title(path: Path) -> str:
-    """What the picture says it is; see `write_figures`."""
+    """Returns the title from a picture's metadata; see `write_figures`."""
     from PIL import Image
 
     with Image.open(path) as picture:
@@ -84,7 +83,7 @@ def _title(path: Path) -> str:
 
 
 def _runs(kind: str, runs: Sequence[Result]) -> tuple[str, Table]:
-    """What all runs of a kind have in common, and a table of the rest."""
+    """Returns the common settings of all runs of a kind, and a table of the others."""
     from pandas import DataFrame
 
     names = list(dict.fromkeys(name for run in runs for name in run["settings"]))

@@ -1,4 +1,4 @@
-"""The panels of a figure: where they lie, what their axes say, and their legends."""
+"""Panels of a figure: their places, the labels of their axes, and their legends."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 _BESIDE_CHARACTERS = 36
 _LEGEND_CHARACTERS = 105
 _LEGEND_ROW, _USUAL_ROWS = 0.18, 6
-"""Inches, and how many rows a figure has place for."""
+"""Inches of a legend's row, and the number of rows that a figure has space for."""
 _BESIDE_LINE, _BESIDE_GAP, _TITLE = 0.12, 0.05, 0.35
-"""Inches of a legend beside a row of panels: a line, what parts two entries; and a title."""
+"""Inches of a legend beside a row of panels: a line, the gap between entries, and a title."""
 _MOST_TICKS = 10
 _COUNTED = ("rank", "sites", "iterations")
 
 
 def places_of(panels: Sequence[tuple[Any, ...]]) -> tuple[list[tuple[int, int]], int, int]:
-    """Row and column of each panel, and how many: of two names the first goes down."""
+    """Returns each panel's row and column, and their counts; of two settings the first is down."""
     if len(panels[0]) != 2:
         columns = 2 if len(panels) == 4 else min(len(panels), 3)
         places = [divmod(at, columns) for at in range(len(panels))]
@@ -35,7 +35,7 @@ def places_of(panels: Sequence[tuple[Any, ...]]) -> tuple[list[tuple[int, int]],
 
 
 def prepare(axes: Axes, x: str, y: str, log: Iterable[str], places: Iterable[float]) -> None:
-    """Sets scales, ticks and grid; once everything is drawn."""
+    """Sets scales, ticks and grid, after everything is drawn."""
     axes.set(**{f"{name}scale": "log" for name in log})
     axes.grid(alpha=0.25, linewidth=0.6)
     at = sorted(set(places)) if x in _COUNTED else []
@@ -46,13 +46,13 @@ def prepare(axes: Axes, x: str, y: str, log: Iterable[str], places: Iterable[flo
 
 
 def label(name: str) -> str:
-    """Of an axis."""
+    """Returns the label of an axis."""
     unit = {"ms": " (ms)", "hours": " (h)"}.get(name, "")
     return title(name) + unit
 
 
 def name_axes(grid: Any, filled: set[tuple[int, int]], x: str, y: str) -> None:
-    """Removes panels that are not there; the lowest of a column says its x axis."""
+    """Removes empty panels; the lowest panel of a column gets the label of the x axis."""
     for column in range(len(grid[0])):
         rows = [row for row in range(len(grid)) if (row, column) in filled]
         for row in set(range(len(grid))).difference(rows):
@@ -65,13 +65,13 @@ def name_axes(grid: Any, filled: set[tuple[int, int]], x: str, y: str) -> None:
 
 
 def one_legend(rows: Sequence[Sequence[str]]) -> bool:
-    """Whether most lines are in every row of panels: then one legend below tells them all."""
+    """True if most lines are in every row of panels, so that one legend below suffices."""
     lines = [set(row) for row in rows]
     return 2 * len(set.intersection(*lines)) >= len(set.union(*lines))
 
 
 def add_legends(figure: Figure, grid: Any, *, together: bool) -> None:
-    """One below all, or one beside each row."""
+    """Adds one legend below all panels, or one beside each row."""
     rows = [{k: v for axes in row if axes.figure for k, v in _legend(axes)} for row in grid]
     if together:
         handles = {name: handle for row in rows for name, handle in row.items()}
@@ -87,13 +87,13 @@ def add_legends(figure: Figure, grid: Any, *, together: bool) -> None:
 
 
 def beside_height(labels: Sequence[str]) -> float:
-    """Inches that a legend beside a row needs, and the title of its panel."""
+    """Returns the inches for a legend beside a row and the title of its panel."""
     lines = sum(_wrapped(label, _BESIDE_CHARACTERS).count("\n") + 1 for label in labels)
     return _BESIDE_LINE * lines + _BESIDE_GAP * (len(labels) + 1) + _TITLE
 
 
 def legend_height(labels: Sequence[str]) -> float:
-    """Inches that a legend below all needs beyond those of a usual one."""
+    """Returns the inches that a legend below needs in excess of a usual one."""
     more = sum(_wrapped(label).count("\n") for label in labels)
     rows = math.ceil(len(labels) / _legend_columns(labels)) + more
     return _LEGEND_ROW * max(0, rows - _USUAL_ROWS)
@@ -105,7 +105,6 @@ def _legend_columns(labels: Sequence[str]) -> int:
 
 
 def _wrapped(label: str, width: int = _LEGEND_CHARACTERS - 7) -> str:
-    """In lines that fit into the figure, beside the line that is named."""
     return textwrap.fill(label, width, subsequent_indent="    ")
 
 

@@ -1,4 +1,4 @@
-"""What is measured: what it is called, and how it is written."""
+"""Measured quantities: their names, and the format of their values."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ _PREFIXES = {
 
 @dataclass(frozen=True)
 class Quantity:
-    """Something measured.
+    """A measured quantity.
 
     Attributes:
-        name: For headings and axes.
-        unit: "B", "s" and "h" take prefixes, "%" is of shares; an error, "", is written as 1.2e-07.
-        decimals: None for three digits in all.
+        name: Name for headings and axes.
+        unit: "B", "s" and "h" take prefixes, "%" is for shares; an error, "", is written as
+            1.2e-07.
+        decimals: Number of decimals; None for three digits in all.
     """
 
     name: str
@@ -33,18 +34,18 @@ class Quantity:
     decimals: int | None = None
 
     def write(self, mean: float, *others: float) -> tuple[str, ...]:
-        """A number with its unit, and others beside it in the same unit but without it."""
+        """Formats a number with its unit, and others in the same unit but without it."""
         factor, form, unit = self._form(mean)
         first, *rest = (_number(factor * value, form) for value in (mean, *others))
         return first + unit, *rest
 
     def range(self, mean: float, low: float, high: float) -> str:
-        """As ``61.7 % [33.3, 90.0]``; the mean alone where all are alike."""
+        """Formats as ``61.7 % [33.3, 90.0]``; the mean alone if all are alike."""
         shown, least, most = self.write(mean, low, high)
         return shown if least == most else f"{shown} [{least}, {most}]"
 
     def _form(self, mean: float) -> tuple[float, str, str]:
-        """A factor and a format for numbers about this large, and the unit behind the first."""
+        """Returns a factor and a format for numbers about this large, and the unit."""
         for size, prefixed in _PREFIXES.get(self.unit, ()):
             if abs(mean) >= size:
                 return 1 / size, _digits(mean / size), prefixed
@@ -65,7 +66,6 @@ def _number(value: float, form: str) -> str:
 
 
 def _digits(value: float) -> str:
-    """A format of three digits."""
     return f",.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2}f"
 
 
@@ -103,7 +103,7 @@ QUANTITIES = {
     "kept_rank": Quantity("rank that is kept", decimals=1),
     "effective_rank": Quantity("effective rank", decimals=1),
 }
-"""By the names that experiments use."""
+"""Quantities by the names that experiments use."""
 
 _SETTINGS = {
     "batch_size": "batch size",
@@ -116,14 +116,14 @@ _SETTINGS = {
 
 
 def title(name: str) -> str:
-    """What a column or an axis is called."""
+    """Returns the name of a column or an axis."""
     if name in QUANTITIES:
         return QUANTITIES[name].name
     return _SETTINGS.get(name, name.replace("_", " "))
 
 
 def text(name: str, value: Any) -> str:
-    """A setting's value where its name stands above it."""
+    """Formats a setting's value below the name of the setting."""
     if value is None or value != value:
         return NOTHING
     if name == "method":
@@ -138,7 +138,7 @@ def text(name: str, value: Any) -> str:
 
 
 def heading(name: str, value: Any) -> str:
-    """A setting's value where nothing else names it: ``2 sites``, ``rank 8``, ``relu``."""
+    """Formats a setting's value where it stands alone: ``2 sites``, ``rank 8``, ``relu``."""
     if isinstance(value, str) and value != NOTHING:
         return text(name, value)
     if name == "sites":

@@ -1,4 +1,4 @@
-"""Runs what an experiment still lacks, and writes what there is."""
+"""Runs the missing tasks of an experiment, and writes all results."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -32,14 +32,14 @@ _WIDTH = 48
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of an experiment.
+    """Outcome of an experiment.
 
     Attributes:
         page: The report.
-        tasks: How many tasks it has.
-        new: How many of them ran now.
-        seconds: How long all of them took, whenever they ran.
-        skipped: Why some did not run on this machine.
+        tasks: Number of its tasks.
+        new: Number of the tasks that ran now.
+        seconds: Seconds that all tasks took, whenever they ran.
+        skipped: Reasons why some did not run on this machine.
     """
 
     page: Path
@@ -55,14 +55,14 @@ def run(
     """Runs the tasks that have no result yet, with a bar, and writes tables, figures and a page.
 
     Args:
-        experiment: What to run.
-        folder: For its results; a later call goes on from what lies there.
+        experiment: Experiment to run.
+        folder: Folder for its results; a later call continues from these.
         data_dir: Folder of the data sets.
-        whole: That of which it is a part, if it is.
+        whole: Experiment of which it is a part, if it is one.
 
     Raises:
-        RecipeError: The user must mend something; what has run is kept.
-        SiteError: A site failed; what has run is kept.
+        RecipeError: The user made a mistake; finished runs are kept.
+        SiteError: A site failed; finished runs are kept.
     """
     with Store(folder).locked():
         return _run(experiment, folder, data_dir, whole or experiment)
@@ -98,10 +98,10 @@ def _run(experiment: Experiment, folder: Path, data_dir: Path, whole: Experiment
 
 
 def _ran(experiment: Experiment, task: Task, store: Store, context: Context) -> Mapping[str, Any]:
-    """What came of a task; of many methods one that does not fit a model is left out.
+    """Runs a task; in a sweep, one whose method does not fit a model is skipped.
 
     Raises:
-        RecipeError: Nothing of the experiment has run yet, or it is not of many methods.
+        RecipeError: Nothing of the experiment has run yet, or it has no sweep.
     """
     try:
         return KINDS[task.kind](task.settings).run(context)
@@ -112,7 +112,7 @@ def _ran(experiment: Experiment, task: Task, store: Store, context: Context) -> 
 
 
 def _missing(experiment: Experiment, store: Store) -> Iterator[Task]:
-    """What is due and has not run; what follows from a sweep once it has."""
+    """Yields the tasks that are due and have not run; then those that follow from a sweep."""
     first = store.missing(_due(experiment, store))
     yield from first
     if experiment.sweep:
@@ -125,7 +125,7 @@ def _due(experiment: Experiment, store: Store) -> list[Task]:
 
 
 def _bars(console: Console) -> Progress:
-    """Bars for all tasks and for the present one; lines instead where there is no terminal."""
+    """Returns bars for all tasks and for the present one; disabled if there is no terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TimeRemainingColumn())
     terminal = console.is_terminal
@@ -133,7 +133,6 @@ def _bars(console: Console) -> Progress:
 
 
 def _context(bars: Progress, task: Task, data_dir: Path) -> Context:
-    """With a bar for the task."""
     text = str(task)
     bar = bars.add_task(text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…", total=None)
     return Context(
@@ -144,11 +143,11 @@ def _context(bars: Progress, task: Task, data_dir: Path) -> Context:
 
 
 def draw(experiment: Experiment, folder: Path, whole: Experiment | None = None) -> Path:
-    """Writes tables, figures and the page of what has run so far.
+    """Writes tables, figures and the page of all results so far.
 
     Raises:
-        RecipeError: There is nothing, a table or figure asks for what is not there, or the
-            folder cannot be written to.
+        RecipeError: There is no result, a table or figure names what is not there, or the folder
+            cannot be written to.
     """
     results = Store(folder).results(experiment.tasks)
     if not results:

@@ -1,4 +1,4 @@
-"""How good a model is on test rows."""
+"""Scores of a model on test rows."""
 
 import math
 from typing import NamedTuple
@@ -12,11 +12,11 @@ from outergrad_lab.training.training import predict
 
 
 class Scores(NamedTuple):
-    """Of one model.
+    """Scores of one model.
 
     Attributes:
         loss: Mean cross-entropy.
-        accuracy: Share of the labels that are guessed right.
+        accuracy: Share of the labels that are predicted right.
         auc: Area under the ROC curve, one class versus the rest, mean over the classes; None where
             labels are tokens.
     """
@@ -27,7 +27,7 @@ class Scores(NamedTuple):
 
 
 def scores(model: nn.Module, data: Dataset, rows: int | None = None) -> Scores:
-    """Tests a model, on all test rows or so many, evenly spread."""
+    """Tests a model, on all test rows or on `rows` of them, evenly spread."""
     x, y = _spread(data.x_test, rows), _spread(data.y_test, rows)
     logits = predict(model, x)
     accuracy = (logits.argmax(dim=1) == y).float().mean().item()
@@ -41,7 +41,7 @@ def _spread(t: Tensor, rows: int | None) -> Tensor:
 
 
 def area_under_curve(logits: Tensor, y: Tensor) -> float | None:
-    """Mean area over the classes that some rows have and some do not; None if there is none.
+    """Returns the mean area over the classes that some rows have and some lack; None if none.
 
     Args:
         logits: (rows, classes).
@@ -61,7 +61,7 @@ def area_under_curve(logits: Tensor, y: Tensor) -> float | None:
 
 
 def effective_ranks(model: nn.Module) -> dict[str, float]:
-    """Exponential of the entropy of the singular values of every matrix's gradient, by weight."""
+    """Returns, by weight, exponentials of the entropy of each gradient's singular values."""
     return {
         name.removesuffix(".weight"): _effective_rank(p.grad.flatten(1))
         for name, p in model.named_parameters()

@@ -1,4 +1,4 @@
-"""Tasks of kind "selection": what it costs to find the largest entries of a gradient."""
+"""Tasks of kind "selection": the cost of finding the largest entries of a gradient."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from outergrad_lab.experiments.task import Context
 
 BLOCK = 64
 LEAST_NUMEL = 100_000
-"""Smaller gradients cost starting operations, not a search."""
+"""Least number of entries; for smaller gradients the time is that of starting operations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionWork:
-    """Looks for the largest entries in every way that there is.
+    """Finds the largest entries in every way of `WAYS`.
 
     Times are those of the processor, all threads together: another program may run beside it.
 
     Attributes:
-        density: The share of the entries that is looked for.
-        workload: One of `WORKLOADS_IN_FACTORS`, whose gradients are taken; or
-        drawn: so many entries of a heavy-tailed distribution, in place of a workload.
+        density: Share of the entries to find.
+        workload: One of `WORKLOADS_IN_FACTORS`, whose gradients are used; or
+        drawn: Number of entries of a heavy-tailed distribution, in place of a workload.
         batch_size: Rows per step of the workload.
-        steps: Of its training at one site before.
-        seed: Of that training, or of what is drawn.
+        steps: Steps of its training at one site before.
+        seed: Seed of that training, or of the drawn entries.
     """
 
     density: float
@@ -47,7 +47,6 @@ class SelectionWork:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be."""
         if (self.workload is None) == (self.drawn is None):
             raise RecipeError("give either workload or drawn")
         if self.workload is not None and self.workload not in WORKLOADS_IN_FACTORS:
@@ -58,13 +57,13 @@ class SelectionWork:
 
     @property
     def case(self) -> str:
-        """What is searched, for a heading."""
+        """Heading of the searched entries."""
         if self.workload is None:
             return f"{self.drawn:,} drawn entries"
         return f"{self.workload}, {self.batch_size} rows"
 
     def run(self, context: Context) -> dict[str, Any]:
-        """A step of progress for the gradients, and one per way."""
+        """Runs all ways; one step of progress for the gradients, and one per way."""
         context.steps(1 + len(WAYS))
         gradients = self._gradients(context)
         context.advance()
@@ -98,26 +97,23 @@ class SelectionWork:
 
 
 class _Gradient(NamedTuple):
-    """Of one weight, flat."""
-
     name: str
     flat: Tensor
 
 
 def heavy_tailed(numel: int, seed: int) -> Tensor:
-    """Entries of a double gamma distribution of shape 0.5: SIDCo's model of a gradient."""
+    """Draws from a double gamma distribution of shape 0.5: SIDCo's model of a gradient."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(2, numel, generator=generator)
     return normal[0].square() * normal[1].sign()  # χ² of one degree of freedom is that gamma
 
 
 def _by_topk(flat: Tensor, k: int) -> Tensor:
-    """As PyTorch sorts."""
     return flat.abs().topk(k, sorted=False).indices
 
 
 def _uncounted(flat: Tensor, k: int) -> Tensor:
-    """As the paper has it: stages of fits, and whatever exceeds their threshold."""
+    """Returns, as in the paper, all entries above the threshold of the staged fits."""
     share = k / len(flat)
     stages = max(1, math.ceil(math.log(share) / math.log(STAGE_DENSITY)))
     return (flat.abs() > threshold(flat, share, stages=stages)).nonzero().view(-1)
@@ -139,4 +135,4 @@ WAYS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "blocks": _blocks,
     "random": _random,
 }
-"""The names of `og.Sparse(select=)`, PyTorch's own sort, and SIDCo's threshold as published."""
+"""Names of `og.Sparse(select=)`, PyTorch's own sort, and SIDCo's threshold as published."""

@@ -1,4 +1,4 @@
-"""Reads what a YAML says into a dataclass: its fields are what can be said."""
+"""Reader of YAML settings into a dataclass, whose fields are the possible settings."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ T = TypeVar("T")
 
 _WORDS = {str: "a text", bool: "true or false", dict: "names with values"}
 _LISTS = {str: "names", int: "whole numbers", dict: "names with values"}
-"""What a list holds, in words."""
+"""Contents of a list, in words."""
 
 
 def at_least(least: int, default: Any = MISSING) -> Any:
-    """A field that is a whole number, and how small it may be."""
+    """Returns a field for a whole number with a lower bound."""
     return field(default=default, metadata={"least": least})
 
 
 def read(kind: type[T], given: Mapping[str, Any], what: str = "setting") -> T:
-    """Makes a dataclass of what is given; a field that is empty counts as left out.
+    """Makes a dataclass of settings; an empty setting counts as left out.
 
     Args:
-        kind: Its fields are texts, numbers above 0, whole numbers, truths, dicts, or tuples of
-            these.
+        kind: Dataclass whose fields are texts, numbers above 0, whole numbers, truths, dicts, or
+            tuples of these.
         given: Plain values by name.
-        what: A field is called in errors.
+        what: Word for a field in errors.
 
     Raises:
         RecipeError: A name is missing or unknown, or a value not of its field's type.
@@ -45,7 +45,7 @@ def read(kind: type[T], given: Mapping[str, Any], what: str = "setting") -> T:
 
 
 def require_known(given: Collection[str], known: Collection[str], what: str) -> None:
-    """Refuses names that are none of those that are known."""
+    """Raises `RecipeError` for names that are not known."""
     for name in given:
         if name not in known:
             raise RecipeError(f"no {what} {name!r}: there are {', '.join(known)}")
@@ -61,7 +61,7 @@ def _read(one: Field[Any], hint: Any, value: Any) -> Any:
 
 
 def _judged(hint: Any, value: Any, least: int) -> tuple[bool, str]:
-    """Whether a value is of a type, and what that is in words."""
+    """Returns whether a value is of a type, and a description of the type."""
     if get_origin(hint) is tuple:
         item = get_origin(get_args(hint)[0]) or get_args(hint)[0]
         right = isinstance(value, list | tuple) and all(type(one) is item for one in value)

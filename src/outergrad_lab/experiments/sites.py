@@ -1,4 +1,4 @@
-"""Tasks of kind "sites": what a step would cost among so many sites, found in one process."""
+"""Tasks of kind "sites": planned cost of a step for a number of sites, found in one process."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class SitesWork:
 
     Attributes:
         workload, sites, link, methods: As `outergrad plan` has them.
-        latency: There and back.
-        seconds: After which no further round of steps begins.
+        latency: Round-trip time.
+        seconds: Seconds after which no further round of steps begins.
     """
 
     workload: str
@@ -40,7 +40,7 @@ class SitesWork:
 
     @property
     def question(self) -> Question:
-        """As the planner takes it."""
+        """Question for the planner."""
         return Question(
             model=self.workload,
             sites=self.sites,
@@ -50,7 +50,7 @@ class SitesWork:
         )
 
     def run(self, context: Context) -> dict[str, Any]:
-        """A step of progress per method and round, and as many more for no exchange."""
+        """Plans steps, in a step of progress per method and round, and as many for no exchange."""
         context.steps(ROUNDS * (len({"dense", *self.methods}) + 1))
         planned = forecast(self.question, lambda _: context.advance())
         steps = {method.method: _step(planned, method) for method in planned.methods}

@@ -1,4 +1,4 @@
-"""An experiment as its YAML describes it."""
+"""Experiments as their YAML describes them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -24,17 +24,17 @@ class Experiment:
     """One experiment at one size.
 
     Attributes:
-        name: What it is called.
-        title: In a few words.
-        shows: What it must show.
-        claim: Which claim of the paper it tests.
-        minutes: How long the small size took on 2 cores.
+        name: Name of the experiment.
+        title: Title in a few words.
+        shows: Expected finding.
+        claim: Claim of the paper that it tests.
+        minutes: Minutes that the small size took on 2 cores.
         full: Whether it has the paper's size, not the small one.
-        tasks: What to run, each once.
-        tables: What to write, as the YAML has it.
-        figures: What to draw, as the YAML has it.
-        sweep: The setting of which each method's best value is looked for; see `sweeps`.
-        options: Of the command that runs a part of it.
+        tasks: Tasks to run, each once.
+        tables: Tables to write, as in the YAML.
+        figures: Figures to draw, as in the YAML.
+        sweep: Setting of which each method's best value is searched; see `sweeps`.
+        options: Options of the command that runs this part of the experiment.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Experiment:
 
     @property
     def runs(self) -> int:
-        """How many tasks will have run in the end."""
+        """Number of tasks that will have run in the end."""
         return number_due(self.tasks, self.sweep)
 
     @property
@@ -61,7 +61,7 @@ class Experiment:
 
     @property
     def command(self) -> str:
-        """What runs it."""
+        """Command that runs it."""
         return f"outergrad reproduce {self.name}{' --full' if self.full else ''}{self.options}"
 
 
@@ -75,14 +75,14 @@ class _Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class _Entry(_Sizes):
-    """What an entry of `runs` may have besides settings."""
+    """Parts of an entry of `runs` besides settings."""
 
     kind: str = "training"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts(_Sizes):
-    """The parts of a YAML; sizes and `common` are of all trainings, and so are `workloads`.
+    """Parts of a YAML; sizes, `common` and `workloads` apply to all trainings.
 
     A workload has a name, settings and sizes of its own, and an entry of `runs` may name some of
     them in `workloads`.
@@ -101,7 +101,7 @@ class _Parts(_Sizes):
 
 
 def names() -> list[str]:
-    """Of all experiments."""
+    """Returns the names of all experiments."""
     return sorted(path.stem for path in _folder().glob("*.yaml"))
 
 
@@ -110,7 +110,7 @@ def experiment(name: str, *, full: bool = False) -> Experiment:
 
     Args:
         name: One of `names`, or a path to a YAML of one's own.
-        full: Whether the paper's size is wanted.
+        full: Whether to use the paper's size.
 
     Raises:
         RecipeError: There is no such experiment, or its YAML has a mistake, which is named.
@@ -165,7 +165,7 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 
 def _require_shown(name: str, found: tuple[dict[str, Any], ...], needed: tuple[str, ...]) -> None:
-    """Tables or figures: each has a file of its name."""
+    """Checks tables or figures; each needs a name of its own for its file."""
     for entry in found:
         for part in needed:
             if part not in entry:
@@ -175,7 +175,7 @@ def _require_shown(name: str, found: tuple[dict[str, Any], ...], needed: tuple[s
 
 
 def _tasks(given: _Parts, *, full: bool) -> Iterator[Task]:
-    """Every combination of the values of every entry of `runs`, which may have sizes of its own."""
+    """Yields all combinations of the values of each entry of `runs`, which may have own sizes."""
     size, reserved = "full" if full else "small", {one.name for one in fields(_Entry)}
     for settings in given.runs:
         entry = read(_Entry, {name: settings[name] for name in reserved & settings.keys()})
@@ -192,7 +192,7 @@ def _tasks(given: _Parts, *, full: bool) -> Iterator[Task]:
 
 
 def _workloads(given: _Parts, size: str, among: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Their settings; one that has none of this size is left out."""
+    """Yields the settings of workloads; a workload without this size is left out."""
     if not given.workloads:
         yield {}
     for name in among:

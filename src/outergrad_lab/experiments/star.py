@@ -1,4 +1,4 @@
-"""Tasks of kind "star": how long steps of a training take around a hub, on links really so slow."""
+"""Tasks of kind "star": measured duration of training steps around a hub, on shaped links."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from outergrad_lab.training.job import Job
 
 @dataclass(frozen=True, kw_only=True)
 class StarWork(TrainingWork):
-    """Lets the sites of a training be processes with networks of their own, and times their steps.
+    """Runs the sites of a training as processes with networks of their own, and times their steps.
 
-    Settings of a training that say how often it is looked at do not matter.
+    Settings of a training that say how often it is tested are not used.
 
     Attributes:
-        methods: What is timed, instead of `method`.
-        link, rtt: The line of each site.
-        hub_rate: Of the hub's line.
-        seconds: About so long each method is timed.
-        cut_s: For how long the line of the first site is down once in each method.
+        methods: Methods to time, instead of `method`.
+        link, rtt: Line of each site.
+        hub_rate: Rate of the hub's line.
+        seconds: Approximate seconds for which each method is timed.
+        cut_s: Seconds for which the line of the first site is down once in each method.
     """
 
     methods: tuple[str, ...]
@@ -47,16 +47,16 @@ class StarWork(TrainingWork):
 
     @property
     def shaped(self) -> ShapedLink:
-        """The line itself."""
+        """Link of each site."""
         return parse_link(self.link, self.rtt)
 
     @property
     def missing(self) -> str | None:
-        """What this machine lacks."""
+        """Reason why this machine cannot shape the links; None if it can."""
         return what_is_missing(self.shaped, self.sites + 1)
 
     def plan(self, data_dir: Path) -> AroundHub:
-        """As the bench takes it."""
+        """Returns the settings for the benchmark."""
         return AroundHub(
             job=Job(**{one.name: getattr(self, one.name) for one in fields(Job)}),
             methods=self.methods,
@@ -68,7 +68,7 @@ class StarWork(TrainingWork):
         )
 
     def run(self, context: Context) -> dict[str, Any]:
-        """Measures; one step of progress. A machine that cannot says why, as what was skipped."""
+        """Measures, in one step of progress; returns "skipped" where the machine cannot."""
         context.steps(1)
         missing = self.missing
         found = {"skipped": missing} if missing else {"steps": self._measured(context.data_dir)}

@@ -1,4 +1,4 @@
-"""The results of an experiment: a file of JSON lines, one per task."""
+"""Results of an experiment in a file of JSON lines, one per task."""
 
 import json
 import math
@@ -22,10 +22,10 @@ Result = dict[str, Any]
 
 
 class Store:
-    """The folder of an experiment.
+    """Folder of an experiment.
 
     Args:
-        folder: Its tables and figures lie here, too.
+        folder: The folder; its tables and figures lie here, too.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -37,7 +37,7 @@ class Store:
         """Keeps other processes from running the same tasks.
 
         Raises:
-            RecipeError: One does, or the folder cannot be written to.
+            RecipeError: Another process runs them, or the folder cannot be written to.
         """
         lock = FileLock(self.folder / "results.lock", timeout=0)
         try:
@@ -51,17 +51,17 @@ class Store:
             yield
 
     def results(self, tasks: Sequence[Task]) -> list[Result]:
-        """Of those tasks that are done, in their order."""
+        """Returns the results of those tasks that are done, in the order of tasks."""
         found = {result["key"]: result for result in self._read()}
         return [found[task.key] for task in tasks if task.key in found]
 
     def missing(self, tasks: Sequence[Task]) -> list[Task]:
-        """The tasks that are not."""
+        """Returns the tasks without a result."""
         found = {result["key"] for result in self._read()}
         return [task for task in tasks if task.key not in found]
 
     def add(self, task: Task, values: Result) -> None:
-        """Keeps what came of a task, with what it was made by.
+        """Stores the result of a task, with versions, machine and time.
 
         Raises:
             RecipeError: The folder cannot be written to.
@@ -93,7 +93,7 @@ def _is_whole(result: Result) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """With ten digits, and None for what is no number."""
+    """Rounds numbers to ten digits, and replaces infinity and NaN by None."""
     if isinstance(value, float):
         return float(f"{value:.10g}") if math.isfinite(value) else None
     if isinstance(value, dict):

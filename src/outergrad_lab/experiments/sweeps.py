@@ -1,7 +1,7 @@
-"""A setting that is swept, as the learning rate: its best value for each method, and who needs it.
+"""Sweeps of a setting, as the learning rate: its best value per method, and the runs that need it.
 
-The first seed runs with all values; the value whose last test loss is least is the best, and the
-other seeds run with it alone. Where sites keep rows to choose by, it is the loss on these.
+The first seed runs with all values. The value with the least last test loss is the best, and the
+other seeds run with it alone. Where sites keep rows for validation, the loss on these counts.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from outergrad_lab.experiments.frames import Result
 from outergrad_lab.experiments.task import Settings, Task
 
 Best = dict[str, Any]
-"""The best value of each group of runs that differ in it, and in the seed, alone."""
+"""Best value of each group of runs that differ only in it and in the seed."""
 
 
 def group(settings: Settings, swept: str) -> str:
-    """What runs have in common that differ in the swept setting or in the seed alone."""
+    """Returns a key of all settings except the swept one and the seed."""
     rest = {name: value for name, value in settings.items() if name not in (swept, "seed")}
     return json.dumps(rest, sort_keys=True)
 
 
 def best_values(results: Iterable[Result], swept: str) -> Best:
-    """The value with the least last test loss at the first seed that has run."""
+    """Returns the values with the least last test loss at the first seed that has run."""
     found: dict[str, dict[Any, float]] = {}
     for result in _of_first_seed([r for r in results if swept in r["settings"]], swept):
         settings = result["settings"]
@@ -34,13 +34,13 @@ def best_values(results: Iterable[Result], swept: str) -> Best:
 
 
 def with_best(results: Sequence[Result], swept: str) -> list[Result]:
-    """The runs with the best value, and those in which nothing is swept."""
+    """Returns the runs with the best value, and those in which nothing is swept."""
     best = best_values(results, swept)
     return [r for r in results if _is_best(r["settings"], swept, best)]
 
 
 def due(tasks: Sequence[Task], results: Sequence[Result], swept: str) -> list[Task]:
-    """All tasks of the first seed; of the others those with the best value, once it is known."""
+    """Returns all tasks of the first seed, and the others with the best value once it is known."""
     if not swept:
         return list(tasks)
     best = best_values(results, swept)
@@ -61,7 +61,7 @@ def due(tasks: Sequence[Task], results: Sequence[Result], swept: str) -> list[Ta
 
 
 def number_due(tasks: Sequence[Task], swept: str) -> int:
-    """How many will have run in the end."""
+    """Returns the number of tasks that will have run in the end."""
     if not swept:
         return len(tasks)
     first = _first_seeds((task.settings for task in tasks), swept)
@@ -82,7 +82,7 @@ def _is_first(settings: Settings, swept: str, first: Mapping[str, int]) -> bool:
 
 
 def _first_seeds(all_settings: Iterable[Settings], swept: str) -> dict[str, int]:
-    """The smallest of each group."""
+    """Returns the smallest seed of each group."""
     found: dict[str, int] = {}
     for settings in all_settings:
         if swept in settings:
@@ -97,7 +97,7 @@ def _of_first_seed(results: Sequence[Result], swept: str) -> list[Result]:
 
 
 def _last_loss(result: Result) -> float:
-    """Infinite where a training came to nothing."""
+    """Returns the last loss; infinite if there is none."""
     last = result["tests"][-1] if result["tests"] else {}
     loss = last.get("validation_loss", last.get("loss"))
     return math.inf if loss is None or math.isnan(loss) else loss

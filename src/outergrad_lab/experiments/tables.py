@@ -1,4 +1,4 @@
-"""The tables of an experiment: as CSV for programs, as Markdown and HTML for humans."""
+"""Tables of an experiment: as CSV for programs, as Markdown and HTML for humans."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Table:
     """A table for humans.
 
     Attributes:
-        name: Of its files.
-        title: What it shows.
+        name: Name of its files.
+        title: Title above it.
         cells: Texts: a mean, and behind it the range of the seeds, as ``61.7 % [33.3, 90.0]``.
-        keys: How many columns name a row.
+        keys: Number of columns that name a row.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Table:
 
     @property
     def markdown(self) -> str:
-        """With the title above it."""
+        """Markdown of the table, below its title."""
         heads = list(self.cells.columns)
         rule = ["---" if at < self.keys else "---:" for at in range(len(heads))]
         rows = [[cell.replace("|", "\\|") for cell in row] for row in (heads, rule, *self.rows)]
@@ -65,13 +65,13 @@ class Table:
 def write_tables(
     wanted: Iterable[Mapping[str, Any]], results: Iterable[Result], folder: Path
 ) -> list[Table]:
-    """Writes NAME.csv, every figure in full, and NAME.md, a table for humans, for each.
+    """Writes for each table NAME.csv, all numbers in full, and NAME.md, for humans.
 
-    One that no result has a row for is left out.
+    A table without any row is left out.
 
     Raises:
         ImportError: pandas is missing.
-        RecipeError: One names what no result has.
+        RecipeError: A table names what no result has.
     """
     require("pandas", extras="reproduce")
     results = list(results)
@@ -119,7 +119,7 @@ def _source(keys: Sequence[str], values: Sequence[str], results: Sequence[Result
 def _require_alike(
     what: str, frame: DataFrame, keys: list[str], over: list[str], values: list[str]
 ) -> None:
-    """Checks that a cell is a mean over seeds, and over what the table says.
+    """Checks that a cell is a mean only over seeds, and over what the table says.
 
     Raises:
         RecipeError: Something else would be averaged away.
@@ -134,13 +134,13 @@ def _require_alike(
 
 
 def _with(frame: DataFrame, value: str) -> DataFrame:
-    """The rows with this value; a training's where a timing has it too."""
+    """Returns the rows with this value; those of trainings if timings have it, too."""
     known = frame.dropna(subset=[value])
     return known[known["kind"] == min(known["kind"], key=list(HEADINGS).index, default=None)]
 
 
 def _in_full(known: DataFrame, keys: list[str], value: str) -> DataFrame:
-    """A row per group of tasks that differ in the seed alone."""
+    """Returns a row per group of tasks that differ in the seed alone."""
     keys = list(dict.fromkeys([*keys, *varied(known)]))
     found = over_seeds(known, keys, value)
     found.insert(len(keys), "value", value)
@@ -148,7 +148,7 @@ def _in_full(known: DataFrame, keys: list[str], value: str) -> DataFrame:
 
 
 def _pivot(frame: DataFrame, rows: list[str], columns: list[str], values: list[str]) -> DataFrame:
-    """A row for each combination of `rows`, a column for each of `columns` and value."""
+    """Returns a row per combination of `rows`, and a column per value and one of `columns`."""
     from pandas import DataFrame
 
     frame = frame.dropna(subset=values, how="all").dropna(subset=rows, how="all")

@@ -1,4 +1,4 @@
-"""What an experiment consists of: tasks, each with a result of its own."""
+"""Tasks of an experiment, each with a result of its own."""
 
 import hashlib
 import json
@@ -13,12 +13,12 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What a task runs in.
+    """Surroundings in which a task runs.
 
     Attributes:
         data_dir: Folder of the data sets.
-        steps: Is told how many steps the task has, before the first.
-        advance: Is told that one is done.
+        steps: Called with the number of steps of the task, before the first.
+        advance: Called when a step is done.
     """
 
     data_dir: Path
@@ -27,16 +27,16 @@ class Context:
 
 
 class Work(Protocol):
-    """What a kind of task does: a dataclass whose fields are the settings of the kind.
+    """Work of a kind of task: a dataclass whose fields are the settings of the kind.
 
-    Settings that cannot be are refused by a `RecipeError` when it is made, before anything runs.
+    Its constructor raises a `RecipeError` for impossible settings, before anything runs.
     """
 
     def run(self, context: Context) -> dict[str, Any]:
-        """Does it and returns plain values.
+        """Does the work and returns plain values.
 
         Raises:
-            RecipeError: The user must mend something.
+            RecipeError: The user made a mistake.
             SiteError: A site failed.
         """
         ...
@@ -44,11 +44,11 @@ class Work(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One thing to run.
+    """One run of an experiment.
 
     Attributes:
         kind: A key of `KINDS`.
-        settings: What is special about it.
+        settings: Settings of the task.
     """
 
     kind: str
@@ -56,10 +56,9 @@ class Task:
 
     @property
     def key(self) -> str:
-        """Names its result: other settings, another key."""
+        """Key of its result: other settings give another key."""
         text = json.dumps([self.kind, self.settings], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def __str__(self) -> str:
-        """Its settings in a line."""
         return " ".join(f"{name}={value}" for name, value in self.settings.items())

@@ -1,4 +1,4 @@
-"""Tasks of kind "timing": how long a step takes on a link that is really so slow."""
+"""Tasks of kind "timing": measured duration of a step on a shaped link."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from outergrad_lab.experiments.settings import at_least
 from outergrad_lab.experiments.task import Context
 
 ROUNDS = 10
-"""Blocks of steps of a method, at most: fast methods need no more to be known well."""
+"""Blocks of steps of a method, at most: fast methods need no more for a precise time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimingWork:
-    """Lets steps of several methods take turns, each site a process in a network of its own.
+    """Times steps of several methods by turns, each site a process in a network of its own.
 
     Attributes:
         workload, sites, link, methods, rtt: As `outergrad bench` has them.
-        seconds: All methods share them.
+        seconds: Seconds for all methods together.
         optional: Whether a machine that cannot shape links leaves the task out, with
-            ``{"skipped": why}`` as what it found.
+            ``{"skipped": why}`` as its result.
     """
 
     workload: str
@@ -45,7 +45,7 @@ class TimingWork:
             raise RecipeError(f"{self.missing}; or make the task optional: true")
 
     def plan(self, data_dir: Path) -> Plan:
-        """As the benchmark takes it."""
+        """Returns the settings for the benchmark."""
         return Plan(
             workload=self.workload,
             methods=self.methods,
@@ -57,16 +57,16 @@ class TimingWork:
 
     @property
     def shaped(self) -> ShapedLink:
-        """The link itself."""
+        """Link between the sites."""
         return parse_link(self.link, self.rtt)
 
     @property
     def missing(self) -> str | None:
-        """What this machine lacks."""
+        """Reason why this machine cannot shape the link; None if it can."""
         return what_is_missing(self.shaped, self.sites)
 
     def run(self, context: Context) -> dict[str, Any]:
-        """Measures; one step of progress."""
+        """Measures, in one step of progress."""
         context.steps(1)
         found = {"skipped": self.missing} if self.missing else self._measured(context.data_dir)
         context.advance()

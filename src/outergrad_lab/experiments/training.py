@@ -32,18 +32,18 @@ _PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingWork(Job):
-    """A training, and how often it is looked at.
+    """A training, and how often it is tested.
 
     Attributes:
-        steps: How many; None for the epochs of the job.
-        tests: How often it is tested, evenly spread, the last time at the end.
-        test_rows: On how many rows; None for all.
-        ranks: Whether the effective ranks of the gradients are looked at then, too.
-        per_site: Whether every site is tested: where they differ, they always are.
-        precision: Of weights and numbers: float32 or float64.
-        workload: What the training is called, where an experiment has several.
-        validation: How many of a hundred training rows a site keeps to choose by; it is then
-            tested on test rows of its own.
+        steps: Number of steps; None for the epochs of the job.
+        tests: Number of tests, evenly spread, the last one at the end.
+        test_rows: Number of test rows; None for all.
+        ranks: Whether tests include the effective ranks of the gradients.
+        per_site: Whether every site is tested; if their models differ, they always are.
+        precision: Precision of weights and numbers: float32 or float64.
+        workload: Name of the training, where an experiment has several.
+        validation: Percentage of training rows that a site keeps for validation; it is then tested
+            on test rows of its own.
     """
 
     steps: int | None = at_least(1, None)
@@ -60,7 +60,7 @@ class TrainingWork(Job):
         """Reads settings.
 
         Raises:
-            RecipeError: One is not allowed.
+            RecipeError: A setting is not allowed.
         """
         work = read(cls, settings)
         if ("steps" in settings) == ("epochs" in settings):
@@ -75,17 +75,17 @@ class TrainingWork(Job):
 
     @property
     def differ(self) -> bool:
-        """Whether sites have models of their own, or are looked at as if."""
+        """True if sites have models of their own, or are tested separately."""
         own_models = sites_differ(self.method) or bool(self.local)
         return own_models or self.per_site or self.validation is not None
 
     def marks(self, steps: int) -> set[int]:
-        """After how many steps it is looked at."""
+        """Returns the numbers of steps after which it is tested."""
         tests = min(self.tests, steps)
         return {round(steps * k / tests) for k in range(1, tests + 1)}
 
     def run(self, context: Context) -> dict[str, Any]:
-        """Trains at every site; a step of progress for each of the training."""
+        """Trains at every site; one step of progress for each of the training."""
         with _in_precision(_PRECISIONS[self.precision]) as dtype:
             data = _loaded(self.data, context.data_dir).to(dtype)
             site = partial(_site, self, data, *dealt(self, data, self.validation), context)
@@ -94,14 +94,14 @@ class TrainingWork(Job):
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What one site saw when it looked.
+    """One test at one site.
 
     Attributes:
-        step: How many were done.
-        sent_bytes: So far; None where nobody counts.
-        ranks: Effective ranks by layer, where they were asked for.
-        scores: None where the site was not tested.
-        seen: What it said of the rows of the sites that are its own, where sites keep some.
+        step: Number of steps done.
+        sent_bytes: Bytes sent so far; None if they are not counted.
+        ranks: Effective ranks by layer, if requested.
+        scores: Scores; None where the site was not tested.
+        seen: Outputs for the rows of the site's hospitals, where sites keep rows for validation.
     """
 
     step: int
@@ -113,13 +113,13 @@ class Look:
 
 @dataclass
 class Course:
-    """What one site saw of a training.
+    """One site's record of a training.
 
     Attributes:
-        parameters: How many the model has.
-        losses: Of every step, of its own rows.
+        parameters: Number of the model's parameters.
+        losses: Loss of every step, on the site's own rows.
         looks: One per test.
-        compute_s: Processor time of its thread in all steps, without tests and without waiting.
+        compute_s: Processor seconds of its thread in all steps, without tests and without waiting.
     """
 
     parameters: int
@@ -130,7 +130,7 @@ class Course:
 
 @contextmanager
 def _in_precision(dtype: torch.dtype) -> Iterator[torch.dtype]:
-    """Weights are made in it meanwhile."""
+    """Makes weights in a precision inside the block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -153,7 +153,6 @@ def _site(
     group: ProcessGroup,
     stop: Stop,
 ) -> Course:
-    """What one site does; the first one tells how far it is."""
     first = group.rank() == 0
     own = hospitals[group.rank() :: group.size()]  # all, if one model learns from all
     with closing(start(work, data, rows_by_site, group=group)) as training:
@@ -206,7 +205,6 @@ def _share_statistics(model: nn.Module, group: Group) -> None:
 
 
 def _summary(courses: Sequence[Course]) -> dict[str, Any]:
-    """All sites' courses as one result."""
     looks = courses[0].looks
     layers = {
         name: [{"step": look.step, "effective_rank": look.ranks[name]} for look in looks]
@@ -222,7 +220,6 @@ def _summary(courses: Sequence[Course]) -> dict[str, Any]:
 
 
 def _test(looks: Sequence[Look]) -> dict[str, Any]:
-    """What the sites saw at the same time."""
     about = {
         "step": looks[0].step,
         "sent_bytes": _mean_known(look.sent_bytes for look in looks),

@@ -1,7 +1,7 @@
-"""Methods against a reference and against dense gradients: gaps of the loss, and bytes to a loss.
+"""Comparison of methods with a reference and with dense gradients: loss gaps, and bytes to a loss.
 
-Courses are means over the seeds that have run. A loss is reached where no later test is above it,
-on the line between the two tests where that begins; before the first test nothing is.
+Courses are means over the seeds that have run. A loss counts as reached once no later test is above
+it, on the line between the two tests where that begins. Before the first test none is reached.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ VERDICTS = (
     *("test_loss", "sent_bytes", "loss_gap", "gap_share"),
     *("bytes_share", "steps_to", "fewer_near"),
 )
-"""What is found of each method, or of each family."""
+"""Measured columns per method or family."""
 
 _AT_MOST = 1.01
-"""Bytes that count as the reference's: a method cannot always hit them."""
+"""Ratio up to which bytes count as the reference's: a method cannot always hit them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Against:
-    """What methods are compared with.
+    """Methods to compare with.
 
     Attributes:
         reference: A method.
-        dense: The one that sends whole gradients.
-        within: How near to its loss, relative to it, is near.
+        dense: The method that sends whole gradients.
+        within: Largest relative distance to its loss that counts as near.
     """
 
     reference: str
@@ -49,14 +49,14 @@ class Against:
 
 @dataclass(frozen=True)
 class Course:
-    """Of one method on one workload at one number of sites, the mean over its seeds.
+    """Course of one method on one workload at one number of sites, the mean over its seeds.
 
     Attributes:
-        method: Its name.
-        sent_bytes: By a site until each test.
-        losses: Of the tests.
-        steps: Until the last.
-        runs: Of how many it is the mean.
+        method: Name of the method.
+        sent_bytes: Bytes sent by a site until each test.
+        losses: Losses of the tests.
+        steps: Steps until the last test.
+        runs: Number of runs that it is the mean of.
     """
 
     method: str
@@ -67,16 +67,16 @@ class Course:
 
     @property
     def last(self) -> float:
-        """The loss after the last step."""
+        """Loss after the last step."""
         return float(self.losses[-1])
 
     @property
     def step_bytes(self) -> float:
-        """Sent per step and site."""
+        """Bytes sent per step and site."""
         return float(self.sent_bytes[-1]) / self.steps
 
     def bytes_to(self, loss: float) -> float:
-        """What a site has sent when the test loss is as low for good; NaN if it never is."""
+        """Returns a site's bytes until the test loss stays this low; NaN if it never does."""
         above = np.flatnonzero(~(self.losses <= loss))
         if not len(above):
             return float(self.sent_bytes[0])
@@ -90,16 +90,15 @@ class Course:
 def verdicts(
     results: Iterable[Result], asked: Mapping[str, Any], *, by_family: bool = False
 ) -> DataFrame:
-    """A row per workload, number of sites and method, or family.
+    """Returns a row per workload, number of sites and method, or family.
 
     Columns are `workload`, `sites`, `method`, `family`, `kind` and `VERDICTS`: the last test loss
-    and bytes per step; `loss_gap` to dense; `gap_share`, the same over the reference's;
-    `steps_to`, the steps until the reference's last loss, and `bytes_share`, the bytes until then
-    over all that the reference sends; `fewer_near`, how many times fewer bytes than dense sends in
-    all until the loss is near that of dense. Of a family the best of its methods counts, and for
-    the loss and the gap the best that sends no more than the reference; methods with fewer seeds
-    than the reference do not count. Where dense or the reference has not run, there is nothing to
-    say.
+    and bytes per step; `loss_gap` to dense; `gap_share`, that gap over the reference's;
+    `steps_to`, the steps until the reference's last loss; `bytes_share`, the bytes until then over
+    all bytes of the reference; and `fewer_near`, the ratio of all bytes of dense to the bytes until
+    the loss is near that of dense. In a family the best of its methods counts, and for loss and gap
+    the best that sends no more than the reference. Methods with fewer seeds than the reference do
+    not count there. Without results of dense or of the reference there is no row.
     """
     from pandas import DataFrame
 
@@ -118,7 +117,7 @@ def verdicts(
 
 
 def _courses(results: Iterable[Result]) -> dict[tuple[str, int], list[Course]]:
-    """By workload and number of sites."""
+    """Returns the courses by workload and number of sites."""
     runs: dict[tuple[str, int], dict[str, list[Result]]] = {}
     for result in of_kind("training", results):
         own = result["settings"]
@@ -131,7 +130,7 @@ def _courses(results: Iterable[Result]) -> dict[tuple[str, int], list[Course]]:
 
 
 def _mean(method: str, runs: Sequence[Result]) -> Course | None:
-    """None where nobody counted bytes, or a loss is no number."""
+    """Returns the mean course; None if bytes were not counted, or a loss is no number."""
     tests = [run["tests"] for run in runs]
     sent, losses = (
         np.array([[test[name] for test in of_run] for of_run in tests], dtype=float).mean(axis=0)
@@ -161,7 +160,7 @@ def _against(course: Course, reference: Course, dense: Course, within: float) ->
 
 
 def _by_family(rows: Sequence[dict[str, Any]], reference: Course) -> list[dict[str, Any]]:
-    """The best of each family in each respect."""
+    """Returns the best of each family in each respect."""
     families: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         families.setdefault(row["family"], []).append(row)

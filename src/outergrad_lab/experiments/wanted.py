@@ -1,4 +1,4 @@
-"""Reads what a table or a figure of an experiment's YAML asks for."""
+"""Rows of a table or a figure, as an experiment's YAML requests them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 def names(value: str | list[str] | None) -> list[str]:
-    """One name, several or none, as a list."""
+    """Returns one name, several or none as a list."""
     return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 
 def chosen(
     what: str, frame: DataFrame, columns: Sequence[str], where: Mapping[str, Any] | None
 ) -> DataFrame:
-    """The rows whose settings are those of `where`; a list allows several values.
+    """Returns the rows whose settings are those of `where`; a list allows several values.
 
     Raises:
-        RecipeError: One of `columns` or `where` is no column; names it and what there is.
+        RecipeError: A name of `columns` or `where` is no column; names it and the known ones.
     """
     where = where or {}
     for name in (*columns, *where):
@@ -36,9 +36,9 @@ def chosen(
 
 
 def in_order(frame: DataFrame, columns: Sequence[str]) -> DataFrame:
-    """With columns that sort as a reader expects: numbers rise, words keep their first order.
+    """Sorts columns as a reader expects: numbers rise, words keep their first order.
 
-    What is not known becomes `NOTHING` and comes last.
+    Unknown values become `NOTHING` and come last.
     """
     from pandas import Categorical
 
@@ -51,7 +51,7 @@ def in_order(frame: DataFrame, columns: Sequence[str]) -> DataFrame:
 
 
 def groups(frame: DataFrame, columns: list[str]) -> dict[tuple[Any, ...], DataFrame]:
-    """The rows of each combination of the columns' values, sorted; all rows for no columns."""
+    """Returns the rows of each combination of values, sorted; all rows if there are no columns."""
     return dict(iter(frame.groupby(columns, observed=True))) if columns else {(): frame}
 
 

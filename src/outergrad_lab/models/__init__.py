@@ -22,7 +22,7 @@ INPUTS: dict[str, Callable[[Format], bool]] = {
     "tokens with a label each": lambda format: format.label_shape != (),
     "tokens with a label per row": lambda format: format.vocabulary is not None,
 }
-"""What models eat: numbers of any shape, (steps, features), (channels, height, width), (ids,)."""
+"""Model inputs: numbers of any shape, (steps, features), (channels, height, width), or (ids,)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +30,13 @@ class Model:
     """A kind of model.
 
     Attributes:
-        inputs: What it eats, a key of `INPUTS`.
+        inputs: Kind of its inputs, a key of `INPUTS`.
         build: Makes one for a format, features of hidden layers that fit, and their activation.
         widths: Its widths where the user gives none.
         any_number: Whether it takes any number of widths.
-        further: How many widths it can have besides its own, if not any number.
+        further: Number of widths that it can have besides its own, if not any number.
         activation: Its activation where the user names none; None if that cannot be chosen.
-        activation_from: Number of widths from which on there is a place for an activation.
+        activation_from: Least number of widths with which it has a place for an activation.
     """
 
     inputs: str
@@ -48,15 +48,15 @@ class Model:
     activation_from: int = 0
 
     def fits(self, format: Format) -> bool:
-        """Whether it eats rows of a format."""
+        """True if its inputs can be rows of a format."""
         return INPUTS[self.inputs](format)
 
     def takes(self, widths: tuple[int, ...]) -> bool:
-        """Whether it can have that number of widths."""
+        """True if it can have that number of widths."""
         return self.any_number or 0 <= len(widths) - len(self.widths) <= self.further
 
     def has_place(self, widths: tuple[int, ...]) -> bool:
-        """Whether an activation can be chosen for layers of these widths."""
+        """True if an activation can be chosen for layers of these widths."""
         return self.activation is not None and len(widths) >= self.activation_from
 
 
@@ -101,7 +101,7 @@ def build_model(
 
     Args:
         name: A key of `MODELS`.
-        format: What a row of the data is.
+        format: Form of a row of the data.
         widths: Features of the hidden layers; the model's own default if None.
         activation: A key of `ACTIVATIONS`; the model's own if None.
 

@@ -1,4 +1,4 @@
-"""What can stand between the layers of a model."""
+"""Activations between the layers of a model."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Networks for images: a small residual one, and that of federated averaging."""
+"""Networks for images: a small residual one, and the one of federated averaging."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,7 +13,7 @@ STAGES = (16, 32, 64)
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions and a way around them."""
+    """Two convolutions with a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class ResidualBlock(nn.Module):
 
 
 def _conv(inputs: int, outputs: int, size: int, stride: int) -> nn.Conv2d:
-    """A convolution without bias, since a norm follows."""
+    """Returns a convolution without bias, since a norm follows."""
     return nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False)
 
 
@@ -53,13 +53,13 @@ def _stage(inputs: int, outputs: int, stride: int) -> tuple[ResidualBlock, Resid
 def build_two_convolutions(format: Format, widths: Sequence[int], *_more: object) -> nn.Sequential:
     """Builds the network of federated averaging, with norms that keep no running statistics.
 
-    Two convolutions of 5 x 5, each with group normalisation and halved by its largest values, and
-    a hidden layer. The paper (McMahan et al., arXiv 1602.05629, section 3) has widths 32, 64 and
+    It has two convolutions of 5 x 5, each with group normalisation and max pooling by 2, and a
+    hidden layer. The paper (McMahan et al., arXiv 1602.05629, section 3) has widths 32, 64 and
     512, and no norms. Group norms are the same in training and in testing, and whole on every site.
 
     Args:
-        format: Of the images, of which height and width are multiples of 4.
-        widths: Channels of both convolutions, in eights, and features of the hidden layer.
+        format: Form of the images, whose height and width are multiples of 4.
+        widths: Channels of both convolutions, multiples of 8, and features of the hidden layer.
     """
     (channels, height, width), (first, second, hidden) = format.shape, widths
     pixels = (height // 4) * (width // 4)

@@ -24,6 +24,6 @@ def mlp(widths: Sequence[int], activation: Activation = nn.ReLU) -> nn.Sequentia
 
 
 def build_mlp(format: Format, widths: Sequence[int], activation: Activation) -> nn.Sequential:
-    """Builds one for rows of any shape, flattened."""
+    """Builds a multilayer perceptron for rows of any shape, flattened."""
     layers = mlp((prod(format.shape), *widths, format.classes), activation)
     return layers if len(format.shape) == 1 else nn.Sequential(nn.Flatten(), *layers)

@@ -26,9 +26,9 @@ class LastState(nn.Module):
 def build_recurrent(
     kind: type[nn.GRU | nn.LSTM], format: Format, widths: Sequence[int], activation: Activation
 ) -> LastState:
-    """Builds one layer with ``widths[0]`` hidden features.
+    """Builds one recurrent layer with ``widths[0]`` hidden features.
 
-    Another width is that of a layer between the recurrent one and the head.
+    A second width is that of a layer between the recurrent one and the head.
     """
     (_, features), (width, *between) = format.shape, widths
     recurrent = kind(features, width, batch_first=True)

@@ -1,4 +1,4 @@
-"""A small vision transformer, a small encoder of texts and a small GPT."""
+"""A small vision transformer, a small text encoder and a small GPT."""
 
 from collections.abc import Sequence
 
@@ -65,7 +65,7 @@ class TextEncoder(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Maps token ids (rows, positions) to logits (rows, classes)."""
         padding = ids == PADDING
-        padding[:, 0] = False  # of an empty text there is no mean
+        padding[:, 0] = False  # the mean needs a token, also of an empty text
         hidden = self.token(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             hidden = block(hidden, src_key_padding_mask=padding)
@@ -73,7 +73,7 @@ class TextEncoder(nn.Module):
 
 
 def _mean(hidden: Tensor, counted: Tensor) -> Tensor:
-    """Mean over the positions that count, (rows, positions, width) to (rows, width)."""
+    """Returns the mean over counted positions, (rows, positions, width) to (rows, width)."""
     weights = counted.to(hidden.dtype)
     return torch.einsum("npw,np->nw", hidden, weights / weights.sum(dim=1, keepdim=True))
 

@@ -1,1 +1,1 @@
-"""Methods of other authors, written from their formulas, to be compared with in the same frame."""
+"""Methods of other authors, written from their formulas, for comparison in the same framework."""

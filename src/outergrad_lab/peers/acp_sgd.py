@@ -1,4 +1,4 @@
-"""ACP-SGD: the two factors of PowerSGD take turns, so that a step has one all-reduce."""
+"""ACP-SGD: the two factors of PowerSGD alternate, so that a step has one all-reduce."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outergrad_lab.peers.peer import OptimizerPeer
 class ACPSGD(Settings):
     """PowerSGD that computes one of its factors per step, from the other one of the last step.
 
-    Of each weight as a matrix G of its first dimension by all others, with error feedback E:
+    For each weight as a matrix G of its first dimension by all others, with error feedback E:
 
         in odd steps                      in even steps
         Q ← orth(Q)                       P ← orth(P)
@@ -26,30 +26,30 @@ class ACPSGD(Settings):
         G ← P Qᵀ                          G ← P Qᵀ
 
     Source: Zhang, Zhang, Shi, Chu and Li, Evaluation and Optimization of Gradient Compression for
-    Distributed Deep Learning, 2023. As published: that the factors take turns, one all-reduce per
-    step, error feedback. E is of this site's own factor, before the mean. Ours: weights where both
-    factors are no fewer numbers than the weight, and vectors, travel whole in the same all-reduce,
-    and all of it is one message after the backward. The optimizer is the loop's.
+    Distributed Deep Learning, 2023. As published: the alternation, one all-reduce per step, error
+    feedback. E uses this site's own factor, before the mean. Ours: vectors, and weights no larger
+    than both factors together, travel whole in the same all-reduce, which is one message after the
+    backward. The optimizer is the loop's.
 
     Compare with it where latency counts: it halves PowerSGD's messages and bytes per step.
 
     Attributes:
-        rank: R, of the factors.
-        seed: Of the first Q.
+        rank: R, rank of the factors.
+        seed: Seed of the first Q.
     """
 
     rank: int = 4
     seed: int = 0
 
     def peer(self, model: nn.Module, group: dist.ProcessGroup | None) -> ACPSGDPeer:
-        """Attaches it to a model."""
+        """Attaches the method to a model."""
         return ACPSGDPeer(self, model, group)
 
 
 class ACPSGDPeer(OptimizerPeer):
     """ACP-SGD on one site.
 
-    Its memory is, of every weight (O, I) at low rank, `error` E (O, I), `left` P (O, R) and
+    Its memory holds, for every weight (O, I) at low rank, `error` E (O, I), `left` P (O, R) and
     `right` Q (I, R).
     """
 
@@ -67,7 +67,7 @@ class ACPSGDPeer(OptimizerPeer):
         self.memory = {"error": self._error, "left": self._left, "right": self._right}
 
     def share_gradients(self, lr: float) -> None:
-        """Every gradient becomes the mean over the sites, weights at low rank."""
+        """Replaces every gradient by the mean over the sites, of weights at low rank."""
         even = self.steps % 2 == 1
         own = [self._compressed(name, even) for name in self._error]
         whole = [name for name in self.params if name not in self._error]
@@ -79,7 +79,7 @@ class ACPSGDPeer(OptimizerPeer):
             self.params[name].grad = mean.view(self.params[name].shape)
 
     def _compressed(self, name: str, even: bool) -> Tensor:
-        """This site's factor; what it lacks of the gradient is remembered."""
+        """Returns this site's factor; the error feedback keeps what it lacks of the gradient."""
         total = self._error[name].add_(self.gradient(name).flatten(1))
         fixed = (self._left if even else self._right)[name]
         fixed.copy_(torch.linalg.qr(fixed).Q)
@@ -89,7 +89,7 @@ class ACPSGDPeer(OptimizerPeer):
 
 
 def low_rank_pays(p: Tensor, rank: int) -> bool:
-    """Whether both factors of a weight are fewer numbers than the weight."""
+    """True if both factors of a weight together are smaller than the weight."""
     if p.dim() < 2:
         return False
     rows, columns = p.flatten(1).shape

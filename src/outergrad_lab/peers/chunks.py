@@ -1,4 +1,4 @@
-"""Weights cut into chunks, and the largest entries of each; DeMo and SparseLoCo send these."""
+"""Weights cut into chunks, and the largest entries of each, as DeMo and SparseLoCo send them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 
 class Entries(NamedTuple):
-    """The entries of chunks that are sent.
+    """Entries of chunks that are sent.
 
     Attributes:
-        places_CK: Where each is within its chunk, from 0, int64, (chunks, entries).
-        values_CK: What it is, (chunks, entries).
+        places_CK: Index of each within its chunk, from 0, int64, (chunks, entries).
+        values_CK: Value of each, (chunks, entries).
     """
 
     places_CK: Tensor
@@ -25,15 +25,15 @@ class Entries(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunks:
-    """How a weight is cut.
+    """Division of a weight into chunks.
 
     A matrix is cut into chunks of O' rows and I' columns, the largest divisors of its sides that
-    are not above `side`; a vector is one row, and a kernel of a convolution a row per output.
+    are not above `side`. A vector is one row, and a kernel of a convolution has a row per output.
 
     Attributes:
-        shape: Of the weight.
-        side: The longest that a side of a chunk may be.
-        entries: How many entries of a chunk are kept; all of one that has fewer.
+        shape: Shape of the weight.
+        side: Largest length of a side of a chunk.
+        entries: Number of entries of a chunk that are kept; all if it has fewer.
     """
 
     shape: torch.Size
@@ -55,55 +55,55 @@ class Chunks:
 
     @property
     def numel(self) -> int:
-        """Entries of a chunk."""
+        """Number of entries in a chunk."""
         return self.chunk[0] * self.chunk[1]
 
     @property
     def number(self) -> int:
-        """C, how many chunks there are."""
+        """C, number of chunks."""
         return self.shape.numel() // self.numel
 
     @property
     def kept(self) -> int:
-        """K, entries of a chunk that are kept."""
+        """K, number of entries of a chunk that are kept."""
         return min(self.entries, self.numel)
 
     def cut(self, weight: Tensor) -> Tensor:
-        """The chunks of a weight, (C, O', I')."""
+        """Returns the chunks of a weight, (C, O', I')."""
         (rows, columns), (o, i) = self.matrix, self.chunk
         return weight.reshape(rows // o, o, columns // i, i).transpose(1, 2).reshape(-1, o, i)
 
     def joined(self, chunks: Tensor) -> Tensor:
-        """The weight of chunks (C, O', I')."""
+        """Returns the weight of chunks (C, O', I')."""
         (rows, columns), (o, i) = self.matrix, self.chunk
         blocks = chunks.reshape(rows // o, columns // i, o, i).transpose(1, 2)
         return blocks.reshape(self.shape)
 
     def cosines(self, chunks: Tensor) -> Tensor:
-        """The two-dimensional discrete cosine transform of each chunk."""
+        """Returns the two-dimensional discrete cosine transform of each chunk."""
         o, i = (cosine_matrix(n, chunks.dtype) for n in self.chunk)
         return o @ chunks @ i.T
 
     def from_cosines(self, chunks: Tensor) -> Tensor:
-        """Its inverse."""
+        """Inverts `cosines`."""
         o, i = (cosine_matrix(n, chunks.dtype) for n in self.chunk)
         return o.T @ chunks @ i
 
     def largest(self, chunks: Tensor) -> Entries:
-        """The entries of largest magnitude of each chunk."""
+        """Returns the entries of largest magnitude of each chunk."""
         flat = chunks.flatten(1)
         places_CK = flat.abs().topk(self.kept, dim=1).indices
         return Entries(places_CK, flat.gather(1, places_CK))
 
     def filled(self, entries: Entries) -> Tensor:
-        """Chunks of these entries, and zeros elsewhere: (C, O', I')."""
+        """Returns chunks of these entries, and zeros elsewhere: (C, O', I')."""
         zeros = entries.values_CK.new_zeros(self.number, self.numel)
         return zeros.scatter_(1, *entries).view(-1, *self.chunk)
 
 
 @lru_cache(maxsize=64)
 def cosine_matrix(n: int, dtype: torch.dtype) -> Tensor:
-    """The orthonormal DCT-II of vectors of length n: rows are cosines, (n, n)."""
+    """Returns the orthonormal DCT-II of vectors of length n: rows are cosines, (n, n)."""
     k, i = torch.arange(n, dtype=torch.float64)[:, None], torch.arange(n, dtype=torch.float64)
     cosines = (2 / n) ** 0.5 * torch.cos(pi * (2 * i + 1) * k / (2 * n))
     cosines[0] /= 2**0.5
@@ -111,5 +111,5 @@ def cosine_matrix(n: int, dtype: torch.dtype) -> Tensor:
 
 
 def _divisor(length: int, most: int) -> int:
-    """The largest that is not above `most`."""
+    """Returns the largest divisor that is not above `most`."""
     return next(d for d in range(min(length, most), 0, -1) if length % d == 0)

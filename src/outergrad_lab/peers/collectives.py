@@ -1,4 +1,4 @@
-"""The collectives that peers exchange by, and what a site has sent by them."""
+"""Collectives by which peers exchange, with a count of the sent bytes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from outergrad.comm.cost import RingCost
 
 
 class Sites:
-    """The sites of a process group.
+    """Sites of a process group.
 
     Args:
-        group: The sites; the default group if None.
+        group: The process group; the default group if None.
 
     Attributes:
-        sent_bytes: Payload that this site has sent so far, as gloo sends it.
+        sent_bytes: Payload bytes that this site has sent so far, as gloo sends them.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -28,17 +28,17 @@ class Sites:
 
     @property
     def number(self) -> int:
-        """How many there are."""
+        """Number of sites."""
         return self._cost.sites
 
     def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The means over the sites of tensors of the same shapes everywhere; one all-reduce."""
+        """Averages tensors over the sites by one all-reduce; shapes are the same everywhere."""
         total = self._sum(tensors)
         self.sent_bytes += self._cost.all_reduce(total.nbytes).sent
         return split_like(total / self.number, tensors)
 
     def gather(self, content: Tensor) -> list[Tensor]:
-        """What every site has of a tensor of the same shape everywhere; one all-gather."""
+        """Returns every site's tensor, by one all-gather; shapes are the same everywhere."""
         found = [torch.empty_like(content) for _ in range(self.number)]
         dist.all_gather(found, content, group=self._group)
         self.sent_bytes += self._cost.all_gather(content.nbytes, 0).sent
@@ -46,7 +46,7 @@ class Sites:
 
     @torch.no_grad()
     def make_equal(self, tensors: Iterable[Tensor]) -> None:
-        """Gives tensors the values of site 0: before the first step, so it is not counted."""
+        """Copies site 0's values to all sites, uncounted, since it is before the first step."""
         own = list(tensors)
         first = dist.get_rank(self._group) == 0 if self._group is None else self._group.rank() == 0
         total = self._sum([x if first else torch.zeros_like(x) for x in own])
@@ -60,6 +60,6 @@ class Sites:
 
 
 def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Cuts a vector into the shapes of tensors, which it holds one after another."""
+    """Splits a vector into consecutive parts with the shapes of tensors."""
     parts = flat.split([x.numel() for x in tensors])
     return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]

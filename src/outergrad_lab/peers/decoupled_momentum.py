@@ -16,7 +16,7 @@ from outergrad_lab.peers.peer import OptimizerPeer
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DeMo(Settings):
-    """An optimizer whose momentum is each site's own, but for what it sends.
+    """An optimizer whose momentum is local to each site, except for what it sends.
 
     Per weight, in chunks of at most 64 x 64, with g this site's gradient:
 
@@ -28,23 +28,23 @@ class DeMo(Settings):
     Source: Peng, Quesnelle and Kingma, DeMo: Decoupled Momentum Optimization, arXiv 2411.19870,
     algorithm 1. The mean is over all sites, those that did not send an entry too.
 
-    As published: the formula, the sizes, two all-gathers per parameter, of places in int64 and of
-    values as they are, 12 bytes per entry in float32. Not so: `bucket=True` is one all-gather of
-    all parameters, places in 12 bits; with `bits=8` m keeps what the rounding of the values lost.
-    Weights of more than two dimensions, which DeMo does not know, are cut as matrices of their
-    first dimension by all others. Clipping and warm-up, which the paper recommends, are the
-    training loop's to do. The learning rate η is that of the loop's optimizer, which has nothing
+    As published: the formula, the sizes, two all-gathers per parameter, of indices in int64 and of
+    values as they are, 12 bytes per entry in float32. Differences: `bucket=True` is one all-gather
+    of all parameters, indices in 12 bits. With `bits=8` m keeps what the rounding of the values
+    lost. Weights of more than two dimensions, which DeMo does not know, are cut as matrices of
+    their first dimension by all others. Clipping and warm-up, which the paper recommends, are left
+    to the training loop. The learning rate η is that of the loop's optimizer, which has nothing
     else to do. With `sign=False` that optimizer moves the weights: IDCT(mean of q) / η is its
     gradient, zero where η is.
 
     Compare with it where every step is shared and bytes count: it claims 85 times fewer than DDP.
 
     Attributes:
-        beta: How much of the momentum stays.
-        side: The longest that a side of a chunk may be.
-        entries: K, of a chunk.
+        beta: β, share of the momentum that stays.
+        side: Largest length of a side of a chunk.
+        entries: K, entries of a chunk.
         bucket: Whether all parameters travel in one message.
-        bits: Of a value in the bucket: 32, 8 or 2.
+        bits: Bits of a value in the bucket: 32, 8 or 2.
         sign: Whether it moves the weights itself.
     """
 
@@ -56,7 +56,6 @@ class DeMo(Settings):
     sign: bool = True
 
     def __post_init__(self) -> None:
-        """Checks the settings."""
         super().__post_init__()
         require(0 <= self.beta < 1, self, "beta", "0 or more and below 1")
         for name in ("side", "entries"):
@@ -65,14 +64,14 @@ class DeMo(Settings):
         require(self.bits == 32 or self.bucket, self, "bits", "32, or bucket=True with it")
 
     def peer(self, model: nn.Module, group: dist.ProcessGroup | None) -> DeMoPeer:
-        """Attaches it to a model."""
+        """Attaches the method to a model."""
         return DeMoPeer(self, model, group)
 
 
 class DeMoPeer(OptimizerPeer):
     """DeMo on one site.
 
-    Its memory is `momentum`, m of every parameter, in its shape.
+    Its memory is `momentum`, m of every parameter, in the parameter's shape.
     """
 
     def __init__(self, settings: DeMo, model: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -84,7 +83,7 @@ class DeMoPeer(OptimizerPeer):
         self._chunks = dict(zip(self.params, self._message.chunks, strict=True))
 
     def share_gradients(self, lr: float) -> None:
-        """Moves the weights, so that the optimizer finds no gradient left, or leaves it one."""
+        """Moves the weights and drops their gradients, or leaves gradients to the optimizer."""
         fast = {name: self._fast(name, lr) for name in self.params}
         means = self._in_one_bucket(fast) if self._settings.bucket else self._as_published(fast)
         for name, p in self.params.items():
@@ -97,18 +96,17 @@ class DeMoPeer(OptimizerPeer):
                 p.grad = update / lr if lr else torch.zeros_like(update)
 
     def _fast(self, name: str, lr: float) -> Entries:
-        """Adds the gradient to the momentum; q, which is still in it."""
+        """Adds the gradient to the momentum; returns q, which is still in the momentum."""
         m, chunks = self._momentum[name], self._chunks[name]
         m.mul_(self._settings.beta).add_(self.gradient(name), alpha=lr)
         return chunks.largest(chunks.cosines(chunks.cut(m)))
 
     def _take_out(self, name: str, q: Entries) -> None:
-        """What is sent leaves the momentum."""
         chunks = self._chunks[name]
         self._momentum[name].sub_(chunks.joined(chunks.from_cosines(chunks.filled(q))))
 
     def _as_published(self, fast: dict[str, Entries]) -> dict[str, Tensor]:
-        """The mean of the sites' q of every parameter, as chunks (C, O', I')."""
+        """Returns the mean of the sites' q of every parameter, as chunks (C, O', I')."""
         means = {}
         for name, q in fast.items():
             self._take_out(name, q)
@@ -117,7 +115,7 @@ class DeMoPeer(OptimizerPeer):
         return means
 
     def _in_one_bucket(self, fast: dict[str, Entries]) -> dict[str, Tensor]:
-        """The same; what rounding takes from the values stays in the momentum."""
+        """Returns the means of one bucket; rounding errors of values stay in the momentum."""
         own = self._message.written(list(fast.values()))
         for name, q in zip(fast, self._message.read(own), strict=True):
             self._take_out(name, q)

@@ -1,4 +1,4 @@
-"""Methods as they are named at the command lines of the lab: outergrad's, PyTorch's and peers."""
+"""Methods by their names at the lab's command lines: outergrad's, PyTorch's and peers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from outergrad_lab.peers.sparta import SPARTA
 
 
 class PeerSettings(Protocol):
-    """The settings of a peer."""
+    """Settings of a peer."""
 
     def peer(self, model: nn.Module, group: dist.ProcessGroup | None) -> Peer:
-        """Attaches it to a model; every site of the group must."""
+        """Attaches the method to a model; every site of the group must call it."""
         ...
 
 
@@ -42,10 +42,10 @@ PEERS: dict[str, Family] = {
     "acp-sgd": _family(ACPSGD),
     "sparta": _family(SPARTA),
 }
-"""Named with or without settings, as ``demo:entries=8:bucket=True``. DiLoCo is `local-steps`."""
+"""Peers by name; settings may follow: ``demo:entries=8:bucket=True``. DiLoCo is `local-steps`."""
 
 SITES_DIFFER = ("alone", "local-steps", "fedavg", "sparseloco", "sparta")
-"""Families whose sites have weights of their own."""
+"""Families of methods whose sites have weights of their own."""
 
 METHOD_HELP = f"{', '.join([*METHODS, *PEERS])}, or with settings, as rank-dad:rank=16"
 
@@ -53,7 +53,7 @@ METHOD_HELP = f"{', '.join([*METHODS, *PEERS])}, or with settings, as rank-dad:r
 def attach_of(
     name: str, option: str = "--method", local: Sequence[str] = (), *, joint: bool = False
 ) -> Attach:
-    """As `outergrad.tools.named_methods.attach.attach_of`, which knows no peers.
+    """Extends `outergrad.tools.named_methods.attach.attach_of` by the peers.
 
     Raises:
         RecipeError: There is no such method or setting, or it cannot leave out parameters.
@@ -62,15 +62,15 @@ def attach_of(
 
 
 def is_peer(name: str) -> bool:
-    """Whether a method is one of `PEERS`."""
+    """True if a method is one of `PEERS`."""
     return family(name) in PEERS
 
 
 def sites_differ(name: str) -> bool:
-    """Whether its sites have weights of their own, at least between two exchanges."""
+    """True if the sites have weights of their own, at least between two exchanges."""
     return family(name) in SITES_DIFFER
 
 
 def family(name: str) -> str:
-    """What stands before the settings."""
+    """Returns the part of a name before the settings."""
     return name.partition(":")[0]

@@ -1,4 +1,4 @@
-"""Dion: orthonormal updates of low rank, from a momentum that is each site's own."""
+"""Dion: orthonormal updates of low rank, from a momentum that is local to each site."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from outergrad_lab.peers.peer import OptimizerPeer
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Dion(Settings):
-    """An optimizer of matrices, whose two factors are all that travels of them.
+    """An optimizer of matrices, of which only two factors travel.
 
-    Of each matrix θ (O, I), with G this site's gradient:
+    For each matrix θ (O, I), with G this site's gradient:
 
         M ← M + G
         P ← orth(mean of the sites' M Q)
@@ -25,21 +25,21 @@ class Dion(Settings):
         Q ← R, each column divided by its length
         θ ← θ - η (λ θ + √(O / I) P Qᵀ)
 
-    Embeddings, the head (the last linear layer), vectors and kernels of convolutions are the
-    loop's optimizer's, with their gradients averaged whole; it should be Adam or AdamW.
+    Embeddings, the head (the last linear layer), vectors and kernels of convolutions are left to
+    the loop's optimizer, with gradients averaged whole; it should be Adam or AdamW.
 
-    Source: Ahn and Xu, Dion, arXiv 2504.05295, with a momentum of each site's own. As published:
+    Source: Ahn and Xu, Dion, arXiv 2504.05295, with a momentum local to each site. As published:
     the formula, QR, sizes. Ours: the first all-reduce holds M Q of all matrices and the gradients
-    of what is no matrix, the second one Mᵀ P of all; sharding within a site is left out.
+    of other parameters, the second one Mᵀ P of all matrices; sharding within a site is left out.
 
     Compare with it where the optimizer may be changed: bytes are those of PowerSGD at that rank.
 
     Attributes:
         rank: R; the paper has 1/16 to 1/4 of the width. Smaller matrices have as many as they can.
-        mu: How much of what is applied stays in the momentum.
+        mu: μ, share of the applied update that stays in the momentum.
         lr: η of the matrices; that of the rest is the loop's.
         weight_decay: λ of the matrices.
-        seed: Of the first Q.
+        seed: Seed of the first Q.
     """
 
     rank: int = 16
@@ -49,21 +49,20 @@ class Dion(Settings):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Checks the settings."""
         super().__post_init__()
         require(0 <= self.mu < 1, self, "mu", "0 or more and below 1")
         require(self.lr > 0, self, "lr", "more than 0")
         require(self.weight_decay >= 0, self, "weight_decay", "0 or more")
 
     def peer(self, model: nn.Module, group: dist.ProcessGroup | None) -> DionPeer:
-        """Attaches it to a model."""
+        """Attaches the method to a model."""
         return DionPeer(self, model, group)
 
 
 class DionPeer(OptimizerPeer):
     """Dion on one site.
 
-    Its memory is, of every matrix (O, I), `momentum` M (O, I) and `right` Q (I, R).
+    Its memory holds, for every matrix (O, I), `momentum` M (O, I) and `right` Q (I, R).
     """
 
     def __init__(self, settings: Dion, model: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -79,7 +78,7 @@ class DionPeer(OptimizerPeer):
         self.memory = {"momentum": self._momentum, "right": self._right}
 
     def share_gradients(self, lr: float) -> None:
-        """Moves the matrices; the optimizer finds the mean gradients of the rest."""
+        """Moves the matrices, and sets the mean gradients of all other parameters."""
         for name, m in self._momentum.items():
             m.add_(self.gradient(name))
         lefts = self._lefts()
@@ -90,7 +89,7 @@ class DionPeer(OptimizerPeer):
             self._move(name, p_OR)
 
     def _lefts(self) -> list[Tensor]:
-        """P of every matrix; what is no matrix gets its mean gradient."""
+        """Returns P of every matrix, and sets the mean gradients of all other parameters."""
         rest = [name for name in self.params if name not in self._momentum]
         own = [m @ self._right[name] for name, m in self._momentum.items()]
         means = self.sites.mean([*own, *map(self.gradient, rest)])
@@ -99,12 +98,11 @@ class DionPeer(OptimizerPeer):
         return [torch.linalg.qr(mean).Q for mean in means[: len(own)]]
 
     def _rights(self, lefts: list[Tensor]) -> list[Tensor]:
-        """R of every matrix."""
         momenta = zip(self._momentum.values(), lefts, strict=True)
         return self.sites.mean([m.T @ p_OR for m, p_OR in momenta]) if lefts else []
 
     def _move(self, name: str, p_OR: Tensor) -> None:
-        """Applies the update of a matrix; the optimizer passes by."""
+        """Applies the update of a matrix; without a gradient the optimizer skips it."""
         p, settings = self.params[name], self._settings
         scale = (p.shape[0] / p.shape[1]) ** 0.5
         p.mul_(1 - settings.lr * settings.weight_decay)
@@ -113,7 +111,7 @@ class DionPeer(OptimizerPeer):
 
 
 def matrices(model: nn.Module) -> list[str]:
-    """The names of the weights that Dion takes: no embedding, and not the head."""
+    """Returns the names of the weights that Dion updates: no embedding, and not the head."""
     kept = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
     kept |= {id(m.weight) for m in linear[-1:]}

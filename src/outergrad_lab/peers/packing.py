@@ -1,4 +1,4 @@
-"""Entries of chunks as bytes: places in as few bits as a chunk needs, values in 32, 8 or 2."""
+"""Entries of chunks as bytes: indices in as few bits as a chunk needs, values in 32, 8 or 2."""
 
 from __future__ import annotations
 
@@ -11,73 +11,73 @@ from torch import Tensor
 from outergrad_lab.peers.chunks import Chunks, Entries
 
 LARGEST = 127
-"""Of an int8, so that there are as many below zero."""
+"""Largest magnitude in an int8, the same above and below zero."""
 
 
 class Values(Protocol):
-    """How the values of one weight are written."""
+    """Encoding of the values of one weight."""
 
     def nbytes(self, count: int, dtype: torch.dtype) -> int:
-        """Of so many."""
+        """Returns the bytes of `count` values."""
         ...
 
     def write(self, values_N: Tensor) -> Tensor:
-        """As bytes, uint8."""
+        """Encodes values as bytes, uint8."""
         ...
 
     def read(self, content: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        """What was written, as near as it comes: (N,)."""
+        """Decodes values, as exactly as the encoding allows: (N,)."""
         ...
 
 
 class Floats:
-    """As they are."""
+    """Values without any rounding."""
 
     def nbytes(self, count: int, dtype: torch.dtype) -> int:
-        """4 each in float32."""
+        """Returns 4 bytes per value in float32."""
         return count * dtype.itemsize
 
     def write(self, values_N: Tensor) -> Tensor:
-        """As bytes, uint8."""
+        """Encodes values as bytes, uint8."""
         return values_N.contiguous().view(torch.uint8)
 
     def read(self, content: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        """As they were."""
+        """Decodes the exact values."""
         return content.clone().view(dtype)
 
 
 class Int8:
-    """Whole multiples of one 127th of the largest magnitude of the weight, which is float32."""
+    """Whole multiples of one 127th of the weight's largest magnitude, which is sent as float32."""
 
     def nbytes(self, count: int, dtype: torch.dtype) -> int:
-        """1 each, and 4."""
+        """Returns 1 byte per value, and 4."""
         return count + 4
 
     def write(self, values_N: Tensor) -> Tensor:
-        """As bytes, uint8."""
+        """Encodes values as bytes, uint8."""
         step = (values_N.abs().amax() / LARGEST).float()
         least = torch.finfo(torch.float32).tiny
         whole = (values_N / step.clamp_min(least)).round().clamp(-LARGEST, LARGEST)
         return torch.cat([step.view(1).view(torch.uint8), whole.to(torch.int8).view(torch.uint8)])
 
     def read(self, content: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        """Within half a step of what was written."""
+        """Decodes values, within half a step of the exact ones."""
         step = content[:4].clone().view(torch.float32)
         return content[4:].view(torch.int8).to(dtype) * step.to(dtype)
 
 
 class TwoBits:
-    """The sign, and whether the magnitude is above the mean magnitude of the weight or not.
+    """Sign of each value, and whether its magnitude is above the weight's mean magnitude.
 
-    Values are read as the mean magnitude of their half, two float32 per weight.
+    Values are decoded as the mean magnitude of their half, two float32 per weight.
     """
 
     def nbytes(self, count: int, dtype: torch.dtype) -> int:
-        """A quarter each, and 8."""
+        """Returns a quarter of a byte per value, and 8."""
         return -(-count // 4) + 8
 
     def write(self, values_N: Tensor) -> Tensor:
-        """As bytes, uint8."""
+        """Encodes values as bytes, uint8."""
         size_N = values_N.abs()
         large_N = size_N > size_N.mean()
         levels = torch.stack([_mean(size_N[~large_N]), _mean(size_N[large_N])]).float()
@@ -85,27 +85,27 @@ class TwoBits:
         return torch.cat([levels.view(torch.uint8), packed_bits(codes_N, 2)])
 
     def read(self, content: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        """Four different numbers."""
+        """Decodes to four different numbers."""
         levels = content[:8].clone().view(torch.float32).to(dtype)
         codes_N = unpacked_bits(content[8:], 2, count)
         return levels[codes_N // 2] * (1 - 2 * (codes_N % 2)).to(dtype)
 
 
 VALUES: dict[int, Values] = {32: Floats(), 8: Int8(), 2: TwoBits()}
-"""By the bits of a value; 32 leaves it as it is, which is 64 in float64."""
+"""Encodings by the bits of a value; 32 stands for no rounding, and is 64 in float64."""
 
 
 class Message:
-    """The entries of all weights in one message.
+    """Entries of all weights in one message.
 
     Args:
         weights: Tensors of their shapes and dtypes.
-        side: The longest that a side of a chunk may be.
-        entries: How many entries of a chunk are kept.
-        bits: Of a value, a key of `VALUES`.
+        side: Largest length of a side of a chunk.
+        entries: Number of entries of a chunk that are kept.
+        bits: Bits of a value, a key of `VALUES`.
 
     Attributes:
-        chunks: How each weight is cut.
+        chunks: Division of each weight into chunks.
     """
 
     def __init__(self, weights: Iterable[Tensor], side: int, entries: int, bits: int) -> None:
@@ -115,11 +115,11 @@ class Message:
 
     @property
     def nbytes(self) -> int:
-        """Of the message."""
+        """Bytes of the message."""
         return sum(sum(self._sizes(*weight)) for weight in self._weights)
 
     def written(self, entries: Sequence[Entries]) -> Tensor:
-        """As bytes, uint8."""
+        """Encodes entries as bytes, uint8."""
         written = [
             part
             for (chunks, _), own in zip(self._weights, entries, strict=True)
@@ -131,13 +131,13 @@ class Message:
         return torch.cat(written)
 
     def read(self, content: Tensor) -> list[Entries]:
-        """The entries of every weight, with values as near as their bits allow."""
+        """Decodes the entries of every weight, with values as exact as their bits allow."""
         sizes = [size for weight in self._weights for size in self._sizes(*weight)]
         parts = iter(content.split(sizes))
         return [self._entries(*weight, next(parts), next(parts)) for weight in self._weights]
 
     def mean(self, contents: Sequence[Tensor]) -> list[Tensor]:
-        """The mean of the sites' entries as chunks of every weight; what is not sent is 0."""
+        """Returns the mean of the sites' entries as chunks of each weight; missing ones are 0."""
         by_weight = zip(*map(self.read, contents), strict=True)
         found = zip(self.chunks, by_weight, strict=True)
         return [mean_of(chunks, sites) for chunks, sites in found]
@@ -151,23 +151,23 @@ class Message:
         return Entries(places_CK, self._values.read(values, count, dtype).view(shape))
 
     def _sizes(self, chunks: Chunks, dtype: torch.dtype) -> tuple[int, int]:
-        """Bytes of the places and of the values of one weight."""
+        """Returns the bytes of the indices and of the values of one weight."""
         count = chunks.number * chunks.kept
         return -(-count * _place_bits(chunks) // 8), self._values.nbytes(count, dtype)
 
 
 def mean_of(chunks: Chunks, sites: Sequence[Entries]) -> Tensor:
-    """The mean of the sites' entries of one weight as chunks, (C, O', I')."""
+    """Returns the mean of the sites' entries of one weight as chunks, (C, O', I')."""
     return torch.stack([chunks.filled(entries) for entries in sites]).mean(0)
 
 
 def _place_bits(chunks: Chunks) -> int:
-    """12 for a chunk of 64 x 64."""
+    """Returns the bits of an index: 12 for a chunk of 64 x 64."""
     return max((chunks.numel - 1).bit_length(), 1)
 
 
 def packed_bits(codes_N: Tensor, bits: int) -> Tensor:
-    """Whole numbers from 0 to 2^bits - 1 one after another, as bytes, uint8."""
+    """Packs whole numbers from 0 to 2^bits - 1 into bytes, uint8."""
     shifts = torch.arange(bits, device=codes_N.device)
     flags = ((codes_N[:, None] >> shifts) & 1).reshape(-1)
     flags = torch.nn.functional.pad(flags, (0, -len(flags) % 8)).view(-1, 8)
@@ -175,12 +175,12 @@ def packed_bits(codes_N: Tensor, bits: int) -> Tensor:
 
 
 def unpacked_bits(content: Tensor, bits: int, count: int) -> Tensor:
-    """What `packed_bits` wrote, int64, (count,)."""
+    """Inverts `packed_bits`: int64, (count,)."""
     flags = (content[:, None].long() >> torch.arange(8, device=content.device)) & 1
     flags = flags.reshape(-1)[: count * bits].view(count, bits)
     return (flags << torch.arange(bits, device=content.device)).sum(1)
 
 
 def _mean(sizes: Tensor) -> Tensor:
-    """0 of none."""
+    """Returns the mean; 0 if there are no sizes."""
     return sizes.sum() / max(len(sizes), 1)

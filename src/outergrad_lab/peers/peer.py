@@ -1,4 +1,4 @@
-"""What all peers have in common: they listen to the optimizer, and exchange when it steps."""
+"""Base of all peers: they hook into the optimizer, and exchange when it steps."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class OptimizerPeer:
     """Exchanges before and after the steps of the optimizer that trains a model.
 
     Every site begins with the weights of site 0, and must step the same number of times. Buffers
-    as running statistics stay each site's own.
+    such as running statistics stay local to each site.
 
     Args:
-        model: What is trained.
-        group: The sites; the default group if None.
+        model: Model that is trained.
+        group: Process group of the sites; the default group if None.
 
     Attributes:
-        params: What is trained, by name, each parameter once.
+        params: Trained parameters by name, each once.
         sites: The sites.
-        memory: What this site remembers between exchanges: a kind, then the parameter's name.
+        memory: State of this site between exchanges, by kind, then by parameter name.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -37,24 +37,24 @@ class OptimizerPeer:
         self.sites.make_equal(self.params.values())
         listen(self)
 
-    # -- what a peer is made of ------------------------------------------------------------------
+    # -- what a peer overrides -------------------------------------------------------------------
 
     def share_gradients(self, lr: float) -> None:
-        """Before the optimizer steps: makes gradients global.
+        """Makes gradients global, before the optimizer steps.
 
-        Where it moves a weight itself, it sets its gradient to None, and the optimizer passes by.
+        A peer that moves a weight itself sets its gradient to None, so that the optimizer skips it.
 
         Args:
             lr: The learning rate of the optimizer.
         """
 
     def share_weights(self) -> None:
-        """After the optimizer has stepped."""
+        """Exchanges after the optimizer has stepped."""
 
     def flush(self) -> None:
         """Shares what the last local steps changed; every site must call it."""
 
-    # -- what the training loop asks -------------------------------------------------------------
+    # -- what the training loop calls ------------------------------------------------------------
 
     @property
     def sent_bytes(self) -> int:
@@ -71,13 +71,13 @@ class OptimizerPeer:
         ignore(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Step, bytes and memory of this site."""
+        """Returns step, bytes and memory of this site."""
         memory = {k: {n: x.clone() for n, x in own.items()} for k, own in self.memory.items()}
         counted = {"steps": self._steps, "sent_bytes": self.sites.sent_bytes}
         return {"sites": self.sites.number, **counted, "memory": memory}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there.
+        """Restores the saved state.
 
         Raises:
             ValueError: It was saved among another number of sites.
@@ -96,25 +96,25 @@ class OptimizerPeer:
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step."""
+        """Called when an optimizer is about to step: shares gradients."""
         if self._holds(optimizer):
             self.share_gradients(optimizer.param_groups[0]["lr"])
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped."""
+        """Called when an optimizer has stepped: counts the step and shares weights."""
         if self._holds(optimizer):
             self._steps += 1
             self.share_weights()
 
     def skipped_step(self, optimizer: Optimizer) -> None:
-        """Nothing is shared: the lab trains without a `GradScaler`."""
+        """Shares nothing: the lab trains without a `GradScaler`."""
 
     def _holds(self, optimizer: Optimizer) -> bool:
-        """Whether it trains the model.
+        """True if an optimizer trains the whole model.
 
         Raises:
-            RuntimeError: It trains a part of it.
+            RuntimeError: It trains a part of the model.
         """
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         left = [name for name, p in self.params.items() if id(p) not in held]
@@ -128,11 +128,11 @@ class OptimizerPeer:
     # -- help for peers --------------------------------------------------------------------------
 
     def remember(self, kind: str) -> dict[str, Tensor]:
-        """A memory of zeros in the shape of every parameter."""
+        """Creates a memory of zeros in the shape of every parameter."""
         zeros = {name: torch.zeros_like(p).detach() for name, p in self.params.items()}
         return self.memory.setdefault(kind, zeros)
 
     def gradient(self, name: str) -> Tensor:
-        """That of a parameter; zeros where this site's backward had none."""
+        """Returns a parameter's gradient; zeros where this site's backward had none."""
         p = self.params[name]
         return torch.zeros_like(p) if p.grad is None else p.grad

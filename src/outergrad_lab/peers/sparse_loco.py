@@ -1,4 +1,4 @@
-"""SparseLoCo: local steps, then the largest entries of what has changed, in two bits each."""
+"""SparseLoCo: local steps, then the largest entries of the changes, in two bits each."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from outergrad_lab.peers.peer import OptimizerPeer
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SparseLoCo(Settings):
-    """DiLoCo with error feedback and top-k in the place of the outer momentum.
+    """DiLoCo with error feedback and top-k in place of the outer momentum.
 
-    After every H steps of each site's own optimizer, with θ the weights that these led to and
-    θ' those of the last exchange:
+    After every H steps of each site's own optimizer, with θ the weights after these steps and θ'
+    those of the last exchange:
 
         e ← β e + η (θ' - θ)
         q ← the K entries of largest magnitude of each chunk of e, in few bits
@@ -28,10 +28,10 @@ class SparseLoCo(Settings):
         θ, θ' ← θ' - mean of the sites' q
 
     Source: Sarfi, Thérien, Lidin and Belilovsky, Communication Efficient LLM Pre-training with
-    SparseLoCo, arXiv 2508.15706; with η inside of e, which is the same while it stays
-    as it is. As published: the formula, chunks of 64 x 64, places in 12 bits. Ours: how a value
-    becomes 2 bits (`packing.TwoBits`: sign, and one of two magnitudes per weight), and that all
-    parameters travel in one all-gather.
+    SparseLoCo, arXiv 2508.15706; with η inside of e, which is equivalent while η is constant. As
+    published: the formula, chunks of 64 x 64, indices in 12 bits. Ours: the encoding of a value in
+    2 bits (`packing.TwoBits`: sign, and one of two magnitudes per weight), and that all parameters
+    travel in one all-gather.
 
     Compare with it where sites may step by themselves: it is what `local-steps` has to beat. The
     paper's inner optimizer is AdamW; here it is the loop's.
@@ -39,10 +39,10 @@ class SparseLoCo(Settings):
     Attributes:
         every: H, steps between two exchanges, 15 to 30 as recommended.
         lr: η, the outer learning rate.
-        beta: How much of the error stays.
-        side: The longest that a side of a chunk may be.
-        entries: K, of a chunk.
-        bits: Of a value: 2, 8 or 32.
+        beta: β, share of the error that stays.
+        side: Largest length of a side of a chunk.
+        entries: K, entries of a chunk.
+        bits: Bits of a value: 2, 8 or 32.
     """
 
     every: int = 15
@@ -53,7 +53,6 @@ class SparseLoCo(Settings):
     bits: int = 2
 
     def __post_init__(self) -> None:
-        """Checks the settings."""
         super().__post_init__()
         require(self.lr > 0, self, "lr", "more than 0")
         require(0 <= self.beta <= 1, self, "beta", "a number from 0 to 1")
@@ -62,14 +61,14 @@ class SparseLoCo(Settings):
         require(self.bits in VALUES, self, "bits", "2, 8 or 32")
 
     def peer(self, model: nn.Module, group: dist.ProcessGroup | None) -> SparseLoCoPeer:
-        """Attaches it to a model."""
+        """Attaches the method to a model."""
         return SparseLoCoPeer(self, model, group)
 
 
 class SparseLoCoPeer(OptimizerPeer):
     """SparseLoCo on one site.
 
-    Its memory is `error`, e, and `shared`, θ', of every parameter, in its shape.
+    Its memory is `error`, e, and `shared`, θ', of every parameter, in the parameter's shape.
     """
 
     def __init__(
@@ -83,19 +82,19 @@ class SparseLoCoPeer(OptimizerPeer):
         self._chunks = dict(zip(self.params, self._message.chunks, strict=True))
 
     def share_gradients(self, lr: float) -> None:
-        """Gradients stay; before the first step the weights of now are those to go from."""
+        """Leaves gradients alone; before the first step it copies the weights to θ'."""
         if self.steps == 0:
             for name, p in self.params.items():
                 self._shared[name].copy_(p)
 
     def share_weights(self) -> None:
-        """An exchange, if it is time."""
+        """Exchanges after every H steps."""
         if self.steps % self._settings.every == 0:
             self._exchange()
 
     @torch.no_grad()
     def flush(self) -> None:
-        """An exchange of the steps since the last one, if there are any."""
+        """Exchanges the steps since the last exchange, if there are any."""
         if self.steps % self._settings.every:
             self._exchange()
 
@@ -112,5 +111,4 @@ class SparseLoCoPeer(OptimizerPeer):
             self.params[name].copy_(self._shared[name])
 
     def _each(self) -> ItemsView[str, Chunks]:
-        """Every parameter, and how it is cut."""
         return self._chunks.items()

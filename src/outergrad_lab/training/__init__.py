@@ -1,1 +1,1 @@
-"""Training at several sites: the loop, what it is made of, and how it goes on from a checkpoint."""
+"""Training at several sites: the loop, its parts, and resuming from checkpoints."""

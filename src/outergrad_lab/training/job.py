@@ -1,4 +1,4 @@
-"""What to train, on what, and how."""
+"""Settings of one training."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -15,7 +15,7 @@ from outergrad_lab.training.split import SPLITS
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training, as every site must understand it.
+    """One training, with the same settings at every site.
 
     Attributes:
         data: A key of `SOURCES`.
@@ -27,7 +27,7 @@ class Job:
         batch_size: Rows per site and step; their mean, where sites hold more or less.
         lr: Learning rate of the optimizer.
         optimizer: A key of `OPTIMIZERS`.
-        seed: Of the weights, the split and the order of the rows.
+        seed: Seed of the weights, the split and the order of the rows.
         widths: Features of the hidden layers; the model's own default if None.
         activation: A key of `ACTIVATIONS`; the model's own if None.
         local: Patterns of parameters that each site keeps to itself.
@@ -67,7 +67,7 @@ class Job:
         require_fit(self.model, SOURCES[self.data].format, self.widths, self.activation)
 
     def first_difference(self, other: "Job") -> str | None:
-        """Names the first option in which two jobs differ, if any."""
+        """Returns the name of the first field in which two jobs differ, if any."""
         names = (field.name for field in fields(self))
         return next((name for name in names if getattr(self, name) != getattr(other, name)), None)
 
@@ -84,7 +84,7 @@ _CHOICES: dict[str, Iterable[str]] = {
 def require(
     holds: bool, name: str, wanted: str, settings: object, known: Iterable[str] = ()
 ) -> None:
-    """Raises `RecipeError` that names the option of a field, unless what it must be holds."""
+    """Raises `RecipeError` that names a field's option, unless its condition `holds`."""
     if not holds:
         value = getattr(settings, name)
         close = did_you_mean(str(value), [*known])
@@ -92,5 +92,5 @@ def require(
 
 
 def option(name: str) -> str:
-    """The command line option of a field."""
+    """Returns the command line option of a field."""
     return "--" + name.replace("_", "-")

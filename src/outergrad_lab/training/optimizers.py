@@ -1,4 +1,4 @@
-"""Optimizers that a job can ask for."""
+"""Optimizers of a job, by name."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -38,9 +38,9 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "momentum": partial(SGD, momentum=0.9),
     "sign": Sign,
 }
-"""Each takes the parameters and `lr=`; "sgd" and "sign" are without momentum."""
+"""Constructors that take the parameters and `lr=`; "sgd" and "sign" are without momentum."""
 
 
 def optimizer_of(name: str, parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
-    """The optimizer of a name, a key of `OPTIMIZERS`."""
+    """Returns the optimizer of a name, a key of `OPTIMIZERS`."""
     return OPTIMIZERS[name](parameters, lr=lr)

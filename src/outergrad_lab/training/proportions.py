@@ -1,27 +1,27 @@
-"""Whole numbers in proportion, with sums that are right."""
+"""Whole numbers in proportion to weights, with exact sums."""
 
 import torch
 from torch import Tensor
 
 ROUNDS = 200
-"""Of fitting; a table whose entries differ by a factor of three needs some twenty."""
+"""Rounds of fitting; a table whose entries differ by a factor of three needs some twenty."""
 
 
 def whole_shares(weights: Tensor, total: int) -> Tensor:
-    """Shares of a total in proportion to weights, int64, that add up to it; each is within 1."""
+    """Splits a total exactly, in proportion to weights within 1, into int64 shares."""
     ends = (weights.double().cumsum(0) / weights.double().sum() * total).round().long()
     return ends.diff(prepend=ends.new_zeros(1))
 
 
 def fitted_counts(weights: Tensor, row_sums: Tensor, column_sums: Tensor) -> Tensor:
-    """The table of whole numbers nearest in shape to positive weights that has given sums.
+    """Returns the table of whole numbers with given sums, nearest in shape to positive weights.
 
     Source: Deming and Stephan, 1940 (iterative proportional fitting).
 
     Args:
-        weights: What the table looks like, (rows, columns).
-        row_sums: Sums wanted, int64, (rows,).
-        column_sums: Sums wanted, int64, (columns,), of the same total.
+        weights: Shape of the table, (rows, columns).
+        row_sums: Wanted sums, int64, (rows,).
+        column_sums: Wanted sums, int64, (columns,), of the same total.
     """
     table, smallest = weights.double(), torch.finfo(torch.float64).tiny
     for _ in range(ROUNDS):
@@ -31,7 +31,7 @@ def fitted_counts(weights: Tensor, row_sums: Tensor, column_sums: Tensor) -> Ten
 
 
 def _rounded(table: Tensor, row_sums: Tensor, column_sums: Tensor) -> Tensor:
-    """Rounds down, and deals out what is missing where a row and a column both lack some."""
+    """Rounds down, and adds what is missing where a row and a column both lack some."""
     counts = table.floor().long()
     rows = torch.arange(len(row_sums)).repeat_interleave(row_sums - counts.sum(dim=1))
     columns = torch.arange(len(column_sums)).repeat_interleave(column_sums - counts.sum(dim=0))

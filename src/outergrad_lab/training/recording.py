@@ -1,4 +1,4 @@
-"""What a training of a recipe writes down for reports, whatever its method."""
+"""Recordings of a training for reports, with any method."""
 
 import time
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from outergrad_lab.training.sites import Group, number_in, rank_in, sites_of
 
 
 class SiteJSONL(JSONL):
-    """Writes under the number of the site, which is not its rank where sites are left out."""
+    """Records under the number of the site, which is not its rank where sites are left out."""
 
     site = 0
 
     def record(self, event: Event) -> None:
-        """As `JSONL.record`."""
+        """Records an event with the site's number as its rank."""
         super().record(replace(event, rank=self.site))
 
 
@@ -37,18 +37,18 @@ def recorder_into(
     present: Sequence[int] | None = None,
     again: bool = False,
 ) -> JSONL:
-    """Makes the folder of a run, with what an earlier run of this site has left there removed.
+    """Makes the folder of a run, and removes this site's file of an earlier run.
 
     Args:
-        folder: of the run.
-        every: record every so many-th step.
+        folder: folder of the run.
+        every: interval of recorded steps.
         budget: share of a step that measuring may take.
         group: the sites.
-        present: their numbers, where some are left out.
-        again: whether the run goes on: then what is there stays.
+        present: numbers of the sites, where some are left out.
+        again: whether the run is resumed: then the file stays.
 
     Raises:
-        RecipeError: it cannot be written to.
+        RecipeError: the folder cannot be written to.
     """
     try:
         recorder = SiteJSONL(folder, every=every, budget=budget)
@@ -63,14 +63,14 @@ def recorder_into(
 
 
 class Recording:
-    """Tells a recorder of a training: through the session, if it has one.
+    """Passes events of a training to a recorder: through the session, if there is one.
 
-    Without one there is nothing to be told of gradients, but loss, bytes and time are compared.
+    Without a session nothing is recorded of gradients, but loss, bytes and time can be compared.
 
     Args:
-        recorder: where it goes; None for nowhere.
-        method: as it was named.
-        replica: what is trained.
+        recorder: recorder of the events; None for none.
+        method: name of the method.
+        replica: replica that is trained.
         group: the sites.
     """
 
@@ -83,7 +83,7 @@ class Recording:
         self._steps, self._last = 0, time.perf_counter()
 
     def step(self, loss: float) -> None:
-        """A step is done."""
+        """Records a step."""
         if self._recorder is None:
             return
         if self._session is None:
@@ -95,20 +95,20 @@ class Recording:
         self.log(loss=loss)
 
     def resume(self, steps: int) -> None:
-        """So many steps are done already."""
+        """Continues after `steps` steps."""
         self._steps = steps
         if self._session is None and steps:
             self._tell(self._run())
 
     def log(self, **values: float) -> None:
-        """The loop knows something."""
+        """Records values of the training loop."""
         if self._session is not None:
             self._session.log(**values)
         else:
             self._tell(Scalars(**self._now(), values=values))
 
     def close(self) -> None:
-        """The training is over; of one with a session the session has told."""
+        """Ends the recording; a session has recorded its own end."""
         if self._session is None:
             self._tell(End(**self._now()))
         if self._recorder is not None:
@@ -124,7 +124,6 @@ class Recording:
             warn(f"--record: {error}; nothing more is recorded")
 
     def _now(self) -> dict[str, Any]:
-        """What every event says."""
         return {"rank": rank_in(self._group), "step": self._steps, "time": time.time()}
 
     def _step(self, every: int) -> Step:

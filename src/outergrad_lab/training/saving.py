@@ -1,4 +1,4 @@
-"""The checkpoints of a training of a recipe: of which job, how often, and going on from them."""
+"""Checkpoints of a training: their job, their interval, and resuming from them."""
 
 import json
 import sys
@@ -20,19 +20,19 @@ from outergrad_lab.training.sites import number_in, rank_in
 from outergrad_lab.training.training import Training
 
 MAY_CHANGE = ("sites", "epochs")
-"""What a job that goes on may have otherwise than when it was saved."""
+"""Settings of a job that may differ from the saved ones when it is resumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Where a training is saved, and when.
+    """Settings of the checkpoints of a training.
 
     Attributes:
-        folder: Of the checkpoints.
-        every: Save after so many steps; and after the last.
-        pause_after: End after so many checkpoints, for sites that were lost to come back.
-        allow_lost: Whether to go on without the files of a site that is lost.
-        allow_foreign: Whether to go on from what other sites have, where one has other checkpoints.
+        folder: Folder of the checkpoints.
+        every: Steps between two checkpoints; there is one after the last step, too.
+        pause_after: Checkpoints after which to end, so that lost sites can come back.
+        allow_lost: Whether to go on without the files of a lost site.
+        allow_foreign: Whether to go on from checkpoints of which a site has nothing, but of others.
     """
 
     folder: Path
@@ -43,7 +43,7 @@ class Saving:
 
     @property
     def begun(self) -> bool:
-        """Whether this site sees something to go on from.
+        """True if this site sees a checkpoint.
 
         Raises:
             RecipeError: It cannot look into the folder.
@@ -52,10 +52,10 @@ class Saving:
             return bool(saves_in(self.folder))
 
     def claim(self, job: Job) -> None:
-        """Makes the folder that of a job.
+        """Notes in the folder which job it belongs to.
 
         Raises:
-            RecipeError: It is that of another one, or cannot be written to.
+            RecipeError: It belongs to another job, or cannot be written to.
         """
         path, begun = self.folder / "job.json", self.begun
         with self._told():
@@ -96,14 +96,14 @@ def _object(content: bytes) -> dict[str, object] | None:
 
 
 class Saver:
-    """Saves a training after every so many steps, and goes on from there.
+    """Saves a training at intervals, and resumes it.
 
     Args:
-        saving: Where and when; None for never.
-        training: What to save.
-        position: How far it is.
-        job: Of which it is a part.
-        present: The numbers of the sites, where some are left out.
+        saving: Settings of the checkpoints; None for none.
+        training: Training to save.
+        position: Its progress.
+        job: Its job.
+        present: Numbers of the sites, where some are left out.
     """
 
     def __init__(
@@ -134,10 +134,10 @@ class Saver:
             )
 
     def restore(self) -> bool:
-        """Goes on from what there is; whether there was something.
+        """Resumes from a checkpoint, if there is one; returns whether there was.
 
         Raises:
-            RecipeError: The job is to end before that, or nothing of what there is can be used.
+            RecipeError: The job would end before that, or no checkpoint can be used.
         """
         if self._saving is None:
             return False
@@ -169,7 +169,7 @@ class Saver:
             ) from error
 
     def step(self) -> bool:
-        """A step is done: saves, if it is time to; whether the training is to pause."""
+        """Saves after a step, if it is time to; returns whether the training should pause."""
         saving, position = self._saving, self._position
         if saving is None:
             return False

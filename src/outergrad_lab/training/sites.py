@@ -1,4 +1,4 @@
-"""Small agreements between the sites of a process group, the default one where none is given."""
+"""Small agreements between the sites of a process group, the default group if none is given."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -17,18 +17,18 @@ Group = dist.ProcessGroup | None
 
 
 def rank_in(group: Group) -> int:
-    """The number of this site."""
+    """Returns the rank of this site."""
     return dist.get_rank() if group is None else group.rank()
 
 
 def number_in(group: Group, present: Sequence[int] | None = None) -> int:
-    """The number of this site, by which it has its rows; its rank, if all are present."""
+    """Returns the number of this site, by which it has its rows; its rank, if all are present."""
     rank = rank_in(group)
     return rank if present is None else present[rank]
 
 
 def sites_of(group: Group) -> int:
-    """How many there are."""
+    """Returns the number of sites."""
     return dist.get_world_size() if group is None else group.size()
 
 
@@ -40,7 +40,7 @@ def mean_over_sites(values: Tensor, group: Group = None) -> Tensor:
 
 
 def smallest_over_sites(value: int, group: Group = None) -> int:
-    """The smallest of the numbers that the sites hold."""
+    """Returns the smallest of the numbers that the sites hold."""
     smallest = torch.tensor(value)
     dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
     return int(smallest)
@@ -50,12 +50,12 @@ def prepare_together(job: Job, prepare: Callable[[], T], group: Group = None) ->
     """Prepares a job at every site, or fails at every site alike.
 
     Args:
-        job: The job as this site was told it.
+        job: The job, as given to this site.
         prepare: What this site does before it may start.
         group: The sites.
 
     Returns:
-        What ``prepare`` returned.
+        The result of ``prepare``.
 
     Raises:
         RecipeError: The same one everywhere: jobs differ, or a site cannot prepare.

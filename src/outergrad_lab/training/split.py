@@ -1,4 +1,4 @@
-"""How the rows of one data set are dealt out to the sites, and into batches."""
+"""Division of the rows of a data set among sites, and into batches."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Rows = list[Tensor]
 
 
 def class_split(data: Dataset, sites: int, _seed: int) -> Rows:
-    """Gives each site its own classes, neighbouring ones, all their rows.
+    """Gives each site neighbouring classes of its own, with all their rows.
 
     Raises:
         RecipeError: There are more sites than classes, or several labels per row.
@@ -36,10 +36,10 @@ def even_split(data: Dataset, sites: int, seed: int) -> Rows:
 
 
 def speaker_split(data: Dataset, sites: int, _seed: int) -> Rows:
-    """Gives each site its own speakers, neighbouring ones, all their rows.
+    """Gives each site neighbouring speakers of its own, with all their rows.
 
     Raises:
-        RecipeError: There are more sites than speakers, or nobody knows who spoke.
+        RecipeError: There are more sites than speakers, or the speakers are not known.
     """
     if data.groups_train is None:
         raise RecipeError("--split speaker needs --data spoken-digits: use --split even")
@@ -88,15 +88,15 @@ SPLITS: dict[str, Callable[[Dataset, int, int], Rows]] = {
     "unequal": unequal_split,
 }
 PROPORTIONAL = {"unequal"}
-"""Splits by which a site's batch is in proportion to its rows."""
+"""Splits with which a site's batch is in proportion to its rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """The batches of one or more sites, the same wherever they are drawn.
+    """Batches of one or more sites, the same wherever they are drawn.
 
-    With several sites, a batch is the union of theirs: what one model would
-    see, if the data were pooled.
+    With several sites, a batch is the union of their batches, as one model would see if the data
+    were pooled.
 
     Attributes:
         x: The inputs of all rows, (rows, ...).
@@ -105,7 +105,7 @@ class Batches:
         sites: The sites whose rows are wanted.
         batch_sizes: Rows per step of every site.
         steps: Batches per epoch.
-        seed: Of the order.
+        seed: Seed of the order.
         present: The sites whose batches make a step, if not all.
     """
 
@@ -120,7 +120,7 @@ class Batches:
 
     @property
     def weight(self) -> float:
-        """What a loss counts, for the mean over sites to be that of the union of their batches."""
+        """Weight of a loss, so that the mean over sites is that of the union of their batches."""
         present = range(len(self.batch_sizes)) if self.present is None else self.present
         wanted, all_of_them = (
             [self.batch_sizes[site] for site in sites] for sites in (self.sites, present)
@@ -128,7 +128,7 @@ class Batches:
         return mean(wanted) / mean(all_of_them)
 
     def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the batches of an epoch, from one on; each row comes at most once."""
+        """Yields the batches of an epoch, from `start` on; each row comes at most once."""
         rows = torch.cat([self._order(site, number) for site in self.sites], dim=1)
         for batch in rows[start:]:
             yield self.x[batch], self.y[batch]
@@ -139,7 +139,7 @@ class Batches:
             yield from self.epoch(number)
 
     def _order(self, site: int, epoch: int) -> Tensor:
-        """Row numbers of one site, (steps, batch_sizes[site])."""
+        """Returns the row numbers of one site, (steps, batch_sizes[site])."""
         rows, size = self.rows_by_site[site], self.batch_sizes[site]
         seed = np.random.SeedSequence((self.seed, epoch, site)).generate_state(1)
         generator = torch.Generator().manual_seed(int(seed[0]))
@@ -148,7 +148,7 @@ class Batches:
 
 
 def batch_sizes(split: str, rows_by_site: Rows, batch_size: int) -> list[int]:
-    """Rows per step of every site: the same number, or in proportion to its rows.
+    """Returns the rows per step of every site: equally many, or in proportion to its rows.
 
     Args:
         split: A key of `SPLITS`, which decides that.
@@ -156,7 +156,7 @@ def batch_sizes(split: str, rows_by_site: Rows, batch_size: int) -> list[int]:
         batch_size: Rows per site and step, on average.
 
     Raises:
-        RecipeError: A site would have none.
+        RecipeError: A site would have no rows.
     """
     if split not in PROPORTIONAL:
         return [batch_size] * len(rows_by_site)
@@ -171,7 +171,7 @@ def batch_sizes(split: str, rows_by_site: Rows, batch_size: int) -> list[int]:
 
 
 def full_batches(rows_by_site: Rows, sizes: Sequence[int]) -> int:
-    """Batches that every site can fill in an epoch.
+    """Returns the number of batches that every site can fill in an epoch.
 
     Args:
         rows_by_site: The rows of every site.

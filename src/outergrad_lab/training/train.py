@@ -1,4 +1,4 @@
-"""One training and its progress: what ``outergrad train`` does at every site."""
+"""One training and its progress, as ``outergrad train`` runs it at every site."""
 
 import json
 import os
@@ -31,16 +31,16 @@ from outergrad_lab.training.training import Training, deal, start
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """How far a training has come.
+    """Progress of a training.
 
     Attributes:
         epoch: Epochs done.
         step: Steps done.
-        loss: Mean over the epoch and the sites.
-        test_accuracy: Share of the test labels guessed right, averaged over sites.
-        sent_bytes: Gradient bytes per step and site, as the session counts them;
-            for DDP, what a ring all-reduce needs; None where nobody counts them.
-        seconds: Time spent in steps.
+        loss: Mean loss over the epoch and the sites.
+        test_accuracy: Share of the test labels predicted right, averaged over sites.
+        sent_bytes: Gradient bytes per step and site, as the session counts them; for DDP, those of
+            a ring all-reduce; None where they are not counted.
+        seconds: Seconds spent in steps.
     """
 
     epoch: int
@@ -52,12 +52,12 @@ class Report:
 
 
 class Files(NamedTuple):
-    """What a training writes.
+    """Files that a training writes.
 
     Attributes:
         log: File that gets one line of JSON at the start and one per epoch.
-        record: Folder that gets what a report shows.
-        every: Record every so many-th step.
+        record: Folder that gets the recording for reports.
+        every: Interval of recorded steps.
         budget: Share of a step that measuring may take.
     """
 
@@ -78,17 +78,17 @@ def train(
     saving: Saving | None = None,
     present: tuple[int, ...] | None = None,
 ) -> bool:
-    """Does this site's part of a job; site 0 shows the progress and the result.
+    """Runs this site's part of a job; site 0 shows the progress and the result.
 
     Args:
         job: The job.
         data_dir: Folder of the data sets.
-        files: What to write besides.
+        files: Files to write besides.
         verbose: Whether to show how each parameter travels.
         group: The sites.
         stop: Ends it early, if sites are threads.
-        saving: Where to save it, and to go on from.
-        present: The numbers of the sites, where some of the job's are left out.
+        saving: Settings of the checkpoints.
+        present: Numbers of the sites, where some of the job's are left out.
 
     Returns:
         Whether the job is done, and not only paused.
@@ -136,7 +136,7 @@ def _prepare(
 
 
 def _open(log: Path | None) -> IO[str]:
-    """Open to be read, too: what it holds is needed if the training goes on."""
+    """Opens the log for reading, too: a resumed training keeps lines of it."""
     if log is None:
         return Path(os.devnull).open("w")
     try:
@@ -146,7 +146,7 @@ def _open(log: Path | None) -> IO[str]:
 
 
 def _begin_log(file: IO[str], job: Job, epochs: int) -> None:
-    """The job, and the lines of the epochs that are done."""
+    """Writes the job, and keeps the lines of the epochs that are done."""
     kept = file.readlines()[1 : 1 + epochs] if "+" in file.mode else []
     if "+" in file.mode:
         file.seek(0)
@@ -182,7 +182,6 @@ def _run(
 
 
 def _report(job: Job, training: Training, position: Position) -> Report:
-    """The epoch is done."""
     if position.epoch + 1 == job.epochs:
         training.replica.finish()
     position.stop()
@@ -208,7 +207,7 @@ def _summary(job: Job, report: Report) -> str:
 
 
 def _what_next(report: Report, ddp_bytes: int, files: Files) -> Iterator[str]:
-    """What the bytes come to, where the record lies, and the next command."""
+    """Yields lines about the bytes, the place of the recording, and the next command."""
     if report.sent_bytes and ddp_bytes:
         yield f"That is {cost_of_bytes(report.sent_bytes, ddp_bytes)}."
     if files.record is None:

@@ -1,4 +1,4 @@
-"""The training loop that every recipe shares."""
+"""The training loop of all jobs."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,22 +24,22 @@ from outergrad_lab.training.sites import Group, mean_over_sites, number_in, smal
 from outergrad_lab.training.split import SPLITS, Batches, Rows, batch_sizes, full_batches
 
 TEST_ROWS = 100
-"""Rows that are tested at once."""
+"""Number of rows that are tested at once."""
 
 _SEEDING = threading.Lock()
-"""Sites may be threads, which share one random stream."""
+"""Lock for seeding: sites may be threads, which share one random stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A job as one site does it.
+    """A job at one site.
 
     Attributes:
-        data: What to learn and to be tested on.
+        data: Data to learn from and to be tested on.
         batches: The batches of this site.
         replica: The model.
         optimizer: Its optimizer.
-        recording: What is told of it.
+        recording: Recording of the training.
         group: The sites.
     """
 
@@ -51,11 +51,11 @@ class Training:
     group: Group = None
 
     def epoch(self, number: int, start: int = 0) -> Iterator[float]:
-        """Trains for an epoch; yields this site's loss, as the mean counts it, after each step.
+        """Trains for an epoch; yields this site's weighted loss after each step.
 
         Args:
-            number: Of the epoch.
-            start: How many of its steps are done already.
+            number: Number of the epoch.
+            start: Number of its steps that are done already.
         """
         self.replica.model.train()
         for x, y in self.batches.epoch(number, start):
@@ -69,13 +69,13 @@ class Training:
             yield value
 
     def accuracy(self) -> float:
-        """Share of the test labels that are guessed right, averaged over sites."""
+        """Returns the share of test labels predicted right, averaged over sites."""
         share = accuracy(self.replica.model, self.data)
         self.recording.log(accuracy=share)
         return mean_over_sites(torch.tensor(share), self.group).item()
 
     def close(self) -> None:
-        """Leaves a plain model."""
+        """Ends the exchange, which leaves a plain model, and the recording."""
         self.replica.close()
         self.recording.close()
 
@@ -95,7 +95,7 @@ def start(
         job: The job.
         data: The data of all sites.
         rows_by_site: The rows of ``data`` that each site holds.
-        recorder: What is told of the training.
+        recorder: Recorder of the training.
         group: The sites.
         present: Their numbers, where some of the job's sites are left out.
         options: Further arguments of `og.distribute`, where it is outergrad that exchanges.
@@ -136,7 +136,7 @@ def site_batches(
     group: Group = None,
     present: Sequence[int] | None = None,
 ) -> Batches:
-    """The batches of this site, as many as every site has; all sites' if pooled."""
+    """Returns the batches of this site, as many as every site has; all sites' if pooled."""
     pooled = job.method == "pooled"
     sizes = batch_sizes(job.split, rows_by_site, job.batch_size)
     return Batches(
@@ -152,25 +152,25 @@ def site_batches(
 
 
 def accuracy(model: nn.Module, data: Dataset) -> float:
-    """Share of the test labels that a model guesses right, of one per row or per position."""
+    """Returns the share of test labels predicted right, one per row or per position."""
     right = predict(model, data.x_test).argmax(dim=1) == data.y_test
     return right.sum().item() / right.numel()
 
 
 def test_loss(model: nn.Module, data: Dataset, rows: int) -> float:
-    """Mean cross-entropy of the first ``rows`` test rows, as one site's model has it."""
+    """Returns the mean cross-entropy of the first ``rows`` test rows, on this site's model."""
     return cross_entropy(predict(model, data.x_test[:rows]), data.y_test[:rows]).item()
 
 
 def predict(model: nn.Module, x: Tensor) -> Tensor:
-    """Logits of rows, taken in batches: all at once may need too much memory."""
+    """Returns logits of rows, in batches: all at once may need too much memory."""
     with evaluating(model) as plain:
         return torch.cat([plain(part) for part in x.split(TEST_ROWS)])
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[nn.Module]:
-    """Lends a model to be tested, and puts it back into the mode that it was in."""
+    """Yields a model in evaluation mode without gradients, and restores its mode."""
     was_training = model.training
     # DDP's own forward would wait for the other sites, to send them rank 0's buffers.
     plain = model.module if isinstance(model, DistributedDataParallel) else model

@@ -1,4 +1,4 @@
-"""NVFLARE: the frames of a star through its TIE layer, between the job processes of its sites."""
+"""NVFLARE: a star whose frames go through its TIE layer, between the job processes of the sites."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job for NVFLARE in which a training script runs at every client."""
+"""NVFLARE jobs that run a training script at every client."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def star_job(
     min_sites: int | None = None,
     send_script: bool = True,
 ) -> FedJob:
-    """A job whose script trains with `og.distribute(..., transport=og.Star())`.
+    """Creates a job whose script trains with `og.distribute(..., transport=og.Star())`.
 
     Args:
-        name: of the job.
-        script: file of the training.
-        args: of the script, as in a shell; `%site%` in them stands for the name of the client.
-        min_clients: how many clients NVFLARE waits for. All that are connected then take part.
-        mandatory_clients: names of those that have to be among them.
-        grace_s: how long a site may be away before the others are told that it is lost.
-        min_sites: as in `og.Star`: how many scripts have to end without an error; all if None.
-        send_script: whether the job brings the script; else every site has it at that full path,
-            which needs no right to bring code.
+        name: name of the job.
+        script: file of the training script.
+        args: arguments of the script, as in a shell; `%site%` stands for the name of the client.
+        min_clients: number of clients that NVFLARE waits for. All connected ones then take part.
+        mandatory_clients: names of clients that must be among them.
+        grace_s: seconds for which a site may be away before the others are told that it is lost.
+        min_sites: as in `og.Star`: number of scripts that must end without an error; all if None.
+        send_script: whether the job brings the script. Otherwise every site has it at that full
+            path, which needs no right to bring code.
 
     Returns:
         A job to export, to submit, or to run in the simulator.

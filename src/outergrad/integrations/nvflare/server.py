@@ -1,4 +1,4 @@
-"""What runs in the job process of NVFLARE's server: a hub, and the way to it."""
+"""Job process of NVFLARE's server: the hub, and the clients' connections to it."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from outergrad.star.server import HubServer
 KIT, HUB_CELL = "kit", "outergrad.hub"
 GRACE_S = 5.0
 _BEGINS_S = 300
-"""How long a client may take to begin; TIE's 10 seconds are few where it imports PyTorch."""
+"""Seconds that a client may take to begin; TIE's 10 are few where it imports PyTorch."""
 _LOOPBACK = "127.0.0.1"
 
 
 class HubApplet(Applet):
-    """A hub for the clients of a job, with an authority that lives as long as the job.
+    """A hub for the clients of a job, with a certificate authority that lives as long as the job.
 
     Args:
-        folder: to make; the certificate and the log of the hub stay there.
-        names: of the clients, in the order of their ranks.
-        grace_s: how long a site may be away before the others are told that it is lost.
+        folder: folder to create; it keeps the hub's certificate and log.
+        names: names of the clients, in the order of their ranks.
+        grace_s: seconds for which a site may be away before the others are told that it is lost.
     """
 
     def __init__(self, folder: Path, names: list[str], grace_s: float) -> None:
@@ -47,24 +47,24 @@ class HubApplet(Applet):
         self.kits: dict[str, Kit] = {}
 
     def start(self, app_ctx: dict[str, Any]) -> None:
-        """Invites the clients, and listens for this machine alone."""
+        """Makes a kit for every client, and listens on the loopback interface only."""
         self._folder.create(f"{_LOOPBACK}:0")
         self.kits = {name: self._folder.invite(name) for name in self._names}
         self._server = HubServer(self._folder, f"{_LOOPBACK}:0", self._names, self._grace_s)
         self._server.start()
 
     def dial(self) -> socket.socket:
-        """A connection to the hub.
+        """Connects to the hub.
 
         Raises:
-            OSError: there is none.
+            OSError: the hub is not there.
         """
         if self._server is None:
             raise OSError("the hub is not there")
         return socket.create_connection((_LOOPBACK, self._server.port))
 
     def stop(self, timeout: float = 0.0) -> int:
-        """Ends it; what it could sign with is removed."""
+        """Stops the hub, and removes the keys that it signs with."""
         server, self._server = self._server, None
         if server is not None:
             server.stop()
@@ -72,18 +72,18 @@ class HubApplet(Applet):
         return 0
 
     def is_stopped(self) -> tuple[bool, int]:
-        """Never by itself."""
+        """Returns False: the hub never stops by itself."""
         return False, 0
 
 
 class HubConnector(Connector):
-    """Gives each client its kit, and opens ways to the hub.
+    """Gives each client its kit, and opens connections to the hub.
 
-    Who asks is known by the cell that a message comes from: NVFLARE's server lets none through
-    whose signed token is another client's.
+    A client is identified by the cell that its message comes from: NVFLARE's server lets no message
+    through whose signed token is another client's.
 
     Args:
-        clients: names, by the cells of their job processes.
+        clients: names of the clients, by the cells of their job processes.
     """
 
     def __init__(self, clients: dict[str, str]) -> None:
@@ -92,17 +92,17 @@ class HubConnector(Connector):
         self._tunnels: Tunnels | None = None
 
     def configure(self, config: dict[str, Any], fl_ctx: FLContext) -> None:
-        """Nothing is to be set."""
+        """Does nothing: there are no settings."""
 
     def start(self, fl_ctx: FLContext) -> None:
-        """Starts the hub, then listens to the clients."""
+        """Starts the hub, then answers the clients."""
         self.start_applet({}, fl_ctx)
         self._tunnels = Tunnels(self.engine.get_cell())
         self._tunnels.cell.register_request_cb(CHANNEL, KIT, self._give_kit)
         self._tunnels.cell.register_request_cb(CHANNEL, OPEN, self._open)
 
     def stop(self, fl_ctx: FLContext) -> None:
-        """Ends all ways, and the hub."""
+        """Closes all connections, and stops the hub."""
         if self._tunnels is not None:
             self._tunnels.close()
         self.stop_applet()
@@ -110,7 +110,7 @@ class HubConnector(Connector):
     def process_app_request(
         self, op: str, req: Shareable, fl_ctx: FLContext, abort_signal: Signal
     ) -> Shareable:
-        """A client says that it is there; the controller has noted it."""
+        """Acknowledges a sign of life, which the controller has noted."""
         return make_reply(ReturnCode.OK)
 
     @property
@@ -146,8 +146,8 @@ class StarController(TieController):
     """Runs the hub of a job, and ends the job when too many of its scripts have failed.
 
     Args:
-        grace_s: how long a site may be away before the others are told that it is lost.
-        min_sites: how many scripts have to end without an error; all if None.
+        grace_s: seconds for which a site may be away before the others are told that it is lost.
+        min_sites: number of scripts that must end without an error; all if None.
     """
 
     def __init__(self, grace_s: float = GRACE_S, min_sites: int | None = None) -> None:
@@ -156,26 +156,26 @@ class StarController(TieController):
         self._failed: dict[str, int] = {}
 
     def get_client_config_params(self, fl_ctx: FLContext) -> dict[str, Any]:
-        """Where the hub is."""
+        """Returns the name of the hub's cell, for the clients."""
         return {HUB_CELL: fl_ctx.get_engine().get_cell().get_fqcn()}
 
     def get_connector_config_params(self, fl_ctx: FLContext) -> dict[str, Any]:
-        """None."""
+        """Returns no parameters."""
         return {}
 
     def get_connector(self, fl_ctx: FLContext) -> Connector:
-        """The way to the hub."""
+        """Returns the connector of the hub."""
         job, clients = fl_ctx.get_job_id(), fl_ctx.get_engine().get_clients()
         return HubConnector({FQCN.join([one.get_fqcn(), job]): one.name for one in clients})
 
     def get_applet(self, fl_ctx: FLContext) -> Applet:
-        """The hub."""
+        """Returns the hub."""
         run_dir = fl_ctx.get_workspace().get_run_dir(fl_ctx.get_job_id())
         names = sorted(one.name for one in fl_ctx.get_engine().get_clients())
         return HubApplet(Path(run_dir, "outergrad"), names, self.grace_s)
 
     def _process_client_done(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
-        """A script has ended: the job fails where fewer are left than it needs."""
+        """Fails the job if fewer scripts are left than it needs; called when a script ends."""
         reply = super()._process_client_done(topic, request, fl_ctx)
         code = request.get(Constant.MSG_KEY_EXIT_CODE)
         if code:

@@ -1,4 +1,4 @@
-"""What runs in the job process of NVFLARE's client: the training script, and its way to the hub."""
+"""Job process of NVFLARE's client: the training script, and its connections to the hub."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class ScriptApplet(CLIApplet):
     """The training script, in a process of its own in which `og.Star()` finds its kit.
 
     Args:
-        script: file.
-        args: of the script, as in a shell.
+        script: file of the script.
+        args: arguments of the script, as in a shell.
     """
 
     def __init__(self, script: Path, args: str) -> None:
@@ -44,7 +44,7 @@ class ScriptApplet(CLIApplet):
         self._script, self._args = script, args
 
     def get_command(self, app_ctx: dict[str, Any]) -> CommandDescriptor:
-        """Python runs it; what it prints is in the job's folder."""
+        """Returns the command that runs the script; its output goes to the job's folder."""
         command = [sys.executable, "-u", str(self._script), *shlex.split(self._args)]
         return CommandDescriptor(
             cmd=shlex.join(command),
@@ -55,7 +55,7 @@ class ScriptApplet(CLIApplet):
 
 
 class SiteConnector(Connector):
-    """Listens where the script dials, and carries what it says to the hub."""
+    """Listens for connections of the script, and tunnels them to the hub."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class SiteConnector(Connector):
         self._kit_file: Path | None = None
 
     def configure(self, config: dict[str, Any], fl_ctx: FLContext) -> None:
-        """Takes the name of the hub's cell."""
+        """Stores the name of the hub's cell."""
         self._hub = config[HUB_CELL]
 
     def start(self, fl_ctx: FLContext) -> None:
@@ -83,7 +83,7 @@ class SiteConnector(Connector):
         self.start_applet({_KIT_PATH: str(self._kit_file.resolve())}, fl_ctx)
 
     def stop(self, fl_ctx: FLContext) -> None:
-        """Ends the script if it still runs, and all that was begun for it."""
+        """Stops the script if it still runs, and closes what was opened for it."""
         self._ended.set()
         self.stop_applet()
         if self._listener is not None:
@@ -94,7 +94,7 @@ class SiteConnector(Connector):
             self._kit_file.unlink(missing_ok=True)
 
     def _accept(self, listener: socket.socket, tunnels: Tunnels) -> None:
-        """Each connection of the script gets a way to the hub, or is closed: it dials again."""
+        """Tunnels each connection of the script, or closes it: the script dials again."""
         while not self._ended.is_set():
             try:
                 connection, _ = listener.accept()
@@ -109,7 +109,7 @@ class SiteConnector(Connector):
                 connection.close()
 
     def _say_alive(self) -> None:
-        """TIE takes a client that asks nothing for gone."""
+        """Sends signs of life: TIE considers a client without requests gone."""
         while not self._ended.wait(_ALIVE_S):
             self.send_request(None, "alive", Shareable(), 5.0, _ALIVE_S, None)
 
@@ -122,8 +122,8 @@ class StarExecutor(TieExecutor):
     """Runs a training script as a site of the job's star.
 
     Args:
-        script: in the custom code of the job, or the full path of a file that the site has.
-        script_args: as in a shell; `%site%` in them stands for the name of the client.
+        script: file in the custom code of the job, or full path of a file that the site has.
+        script_args: arguments, as in a shell; `%site%` stands for the name of the client.
     """
 
     def __init__(self, script: str, script_args: str = "") -> None:
@@ -132,26 +132,26 @@ class StarExecutor(TieExecutor):
         self._config: dict[str, Any] = {}
 
     def configure(self, config: dict[str, Any], fl_ctx: FLContext) -> None:
-        """Keeps what the server tells."""
+        """Stores the configuration from the server."""
         self._config = config
 
     def get_connector_config(self, fl_ctx: FLContext) -> dict[str, Any]:
-        """What the server has told."""
+        """Returns the configuration from the server."""
         return self._config
 
     def get_connector(self, fl_ctx: FLContext) -> Connector:
-        """The script's way to the hub."""
+        """Returns the script's connector to the hub."""
         return SiteConnector()
 
     def get_applet(self, fl_ctx: FLContext) -> Applet:
-        """The script."""
+        """Returns the script."""
         custom = fl_ctx.get_workspace().get_app_custom_dir(fl_ctx.get_job_id())
         args = self.script_args.replace("%site%", fl_ctx.get_identity_name())
         return ScriptApplet(_found(Path(custom), self.script), args)
 
 
 def _found(custom: Path, script: str) -> Path:
-    """NVFLARE puts a file that it sends into folders, if it came from ones that Python imports."""
+    """Returns the script's path, below subfolders if NVFLARE sent it from importable folders."""
     if Path(script).is_absolute():
         return Path(script)
     return next(iter(sorted(custom.rglob(script))), custom / script)

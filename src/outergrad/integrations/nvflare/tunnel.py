@@ -1,6 +1,6 @@
 """TCP connections through NVFLARE's network: numbered messages between the cells of two processes.
 
-NVFLARE hands messages to a pool of threads, so they may come in another order than they were sent.
+NVFLARE hands messages to a pool of threads, so that they may arrive out of order.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ CHANNEL = "outergrad"
 OPEN, BYTES = "open", "bytes"
 _CONNECTION, _NUMBER = "outergrad.connection", "outergrad.number"
 _CHUNK_BYTES, _SHORT_BYTES, _MOMENT_S = 1 << 18, 1 << 14, 5e-4
-"""Messages of NVFLARE are few and long: each costs more than its bytes do (docs/nvflare.md)."""
+"""Few, long messages: in NVFLARE each one costs more than its bytes do (docs/nvflare.md)."""
 _MOST_EARLY = 1 << 10
-"""Pieces that came before one that is missing: that one will not come any more."""
+"""Most pieces that wait for a missing one; with more, the connection is closed."""
 
 
 class Tunnels:
-    """The connections of a process that go through its cell.
+    """Connections of a process that go through its NVFLARE cell.
 
     Args:
-        cell: of NVFLARE.
+        cell: NVFLARE's cell of the process.
     """
 
     def __init__(self, cell: Any) -> None:
-        self.cell = getattr(cell, "core_cell", cell)  # without the streams around it: they wait
+        self.cell = getattr(cell, "core_cell", cell)  # not the stream layer around it, which waits
         self._ends: dict[tuple[str, str], _End] = {}
         self.cell.register_request_cb(CHANNEL, BYTES, self._take)
 
     def carry(self, name: str, peer: str, connection: socket.socket) -> None:
-        """What a socket says goes to a peer, and what that says comes out of the socket.
+        """Sends a peer what is read from a socket, and writes to the socket what the peer sends.
 
         Args:
-            name: of the connection, the same on both sides.
-            peer: full name of its cell.
-            connection: closed when the other side closes its own.
+            name: name of the connection, the same on both sides.
+            peer: full name of the peer's cell.
+            connection: socket, which is closed when the other side closes its own.
         """
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -60,10 +60,10 @@ class Tunnels:
         end.start()
 
     def ask(self, peer: str, topic: str, name: str = "", timeout_s: float = 10.0) -> bytes:
-        """A question to a peer, and its answer.
+        """Asks a peer, and returns its answer.
 
         Raises:
-            OSError: there is none.
+            OSError: there is no answer, or a refusal.
         """
         message = Message({_CONNECTION: name})
         answer = self.cell.send_request(CHANNEL, topic, peer, message, timeout=timeout_s)
@@ -74,7 +74,7 @@ class Tunnels:
         return bytes(answer.payload or b"")
 
     def close(self) -> None:
-        """All."""
+        """Closes all connections."""
         for end in list(self._ends.values()):
             end.close()
 
@@ -86,7 +86,7 @@ class Tunnels:
 
 
 def name_in(message: Message) -> str:
-    """Of the connection that a question is about."""
+    """Returns the name of the connection that a message is about."""
     return str(message.get_header(_CONNECTION))
 
 
@@ -95,8 +95,9 @@ class _End:
 
     Args:
         connection: the socket.
-        send: a numbered piece to the other side, empty for the end; returns whether it went.
-        ended: called when nothing can come any more.
+        send: sends a numbered piece to the other side, an empty one at the end; returns whether it
+            was sent.
+        ended: called when no more pieces can arrive.
     """
 
     def __init__(
@@ -115,12 +116,11 @@ class _End:
         ]
 
     def start(self) -> None:
-        """Begins to read and write."""
         for thread in self._threads:
             thread.start()
 
     def take(self, number: int, payload: bytes) -> None:
-        """A piece came; it waits until those before it are there."""
+        """Queues a piece that arrived, once all pieces before it are there."""
         with self._lock:
             if len(self._early) == _MOST_EARLY:
                 self.close()
@@ -131,7 +131,6 @@ class _End:
                 self._next += 1
 
     def close(self) -> None:
-        """Ends both directions."""
         with suppress(OSError):  # it is closed already
             self._connection.shutdown(socket.SHUT_RDWR)
         self._ordered.put(b"")
@@ -146,7 +145,7 @@ class _End:
         self.close()
 
     def _piece(self) -> bytes:
-        """What is there; of what is long also that which comes within a moment."""
+        """Reads what is there; a long piece also takes in bytes that come within a moment."""
         recv, piece = self._connection.recv, bytearray()
         with suppress(OSError):  # there is no more, or no connection
             piece += recv(_CHUNK_BYTES)

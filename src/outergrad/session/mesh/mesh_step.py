@@ -224,7 +224,6 @@ class MeshStep(SharedStep):
         return Ending(fate, self.decision.verdict, vote.rank, param)
 
     def _lost_share(self, rank: int) -> ExchangeError:
-        """Returns the error for a share that could not reach the other sites."""
         own = self._error
         if not isinstance(own, ExchangeError):
             told = f"local rank {rank} of this site lost its counterparts at the other sites"
@@ -239,7 +238,7 @@ class MeshStep(SharedStep):
         return Subjects(list(self._spec.model.params), self._spec.buffers.names)
 
     def _conclude(self, own: Ending) -> Decision:
-        """Decides inside the site whether all shares arrived; spreads their means if so."""
+        """Spreads the means if all shares arrived; raises ExchangeError if a rank is lost."""
         counts = len(self.all_subjects.names), self._spec.comm.world_size
         with ranks_named(self.inside.local):
             told = enumerate(self.inside.tell(own, self))

@@ -139,11 +139,7 @@ class Pooled:
         return self._site_buffers
 
     def tell(self, ending: Ending, step: MeshStep) -> list[list[int]]:
-        """Exchanges the reports on all shares.
-
-        With each goes what of the share is used, what to tap, and the length in bytes of the text
-        that says how it travelled, 0 where the others know that already.
-        """
+        """Exchanges the reports on all shares, with used parameters, taps and a text's length."""
         planner, choice, share = self._planner, step.choice, self._planner.share
         used, tap_next = [False] * len(share.params), (False,) * len(share.units)
         if ending.fate == Fate.GOOD and choice is not None:

@@ -43,15 +43,7 @@ class Meeting:
         return words_of_all(site, inside)[0][0]
 
     def write(self, drawn: int, number: int) -> StoreBoard | None:
-        """Writes this rank's name under the prefix, for the others to read.
-
-        Args:
-            drawn: what `draw` returned.
-            number: of this rank.
-
-        Returns:
-            The board with that prefix; None if the group has no store.
-        """
+        """Writes this rank's name under the prefix; returns the board, None without a store."""
         if self._root is None:
             return None
         self.store = PrefixStore(f"outergrad/mesh/{drawn}", self._root)
@@ -138,10 +130,7 @@ class Ranks(MeshRanks):
     def give_up(
         self, text: str, final: str, enough: Enough, patience_s: float, session: int
     ) -> list[str | None] | None:
-        """Leaves a text and gathers those of all ranks, as `Comm.give_up`.
-
-        Closes all transports of this rank.
-        """
+        """Leaves a text, closes all transports of this rank, and gathers the texts of all ranks."""
         words = self.words(session)
         if words is not None:
             words.leave(text)

@@ -57,11 +57,7 @@ class MeshTopology(Topology):
         self._own: list[str] = []
 
     def look_at(self, model: nn.Module, method: Any, rules: Rules) -> Inspection:
-        """Inspects the model, or this rank's shards of it if it is sharded.
-
-        Raises:
-            ValueError: the model or the method cannot be used.
-        """
+        """Inspects the model, or this rank's shards of it if it is sharded."""
         refuse(of_method(method, sharded=is_sharded(model)))
         if is_sharded(model):
             inspection, self._shards = look_at(model, method, self._mesh)
@@ -94,10 +90,7 @@ class MeshTopology(Topology):
         return agreed
 
     def make_equal(self, model: nn.Module, inspection: Inspection) -> list[Tensor]:
-        """Overwrites parameters and buffers by the first site's; returns what can be compared.
-
-        Shards are not compared.
-        """
+        """Makes parameters and buffers equal to the first site's; returns them, but no shards."""
         if self._shards is not None:
             broadcast_shards(self._levels, inspection, model)
             return []
