@@ -11,7 +11,7 @@ def main() -> None:
         from outergrad.tools.commands.app import app
     except ImportError as error:
         sys.exit(f"outergrad: {error}")
-    except KeyboardInterrupt:  # PyTorch takes seconds to import
+    except KeyboardInterrupt:
         sys.exit(130)
     try:
         app()

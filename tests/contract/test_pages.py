@@ -68,9 +68,9 @@ def parse(args: list[str]) -> None:
     command = typer.main.get_command(app)
     name = "outergrad"
     while hasattr(command, "commands") and args and not args[0].startswith("-"):
-        name, *args = args
-        assert name in command.commands, f"no command {name!r}"
-        command = command.commands[name]
+        assert args[0] in command.commands, f"no command {args[0]!r}"
+        with command.make_context(name, list(args)) as context:
+            name, command, args = command.resolve_command(context, args)
     with contextlib.suppress(typer.Exit):  # --help and --version say something and end
         command.make_context(name, list(args))
 

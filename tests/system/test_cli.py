@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from forked import forked_processes
@@ -83,6 +84,25 @@ def test_help_by_its_short_name():
 def test_version_names_what_a_report_of_an_error_needs():
     said = invoke("--version").output.split()
     assert said[0::2] == ["outergrad", "torch", "Python"]
+
+
+@pytest.mark.parametrize("asked", ["-h", "--version"])
+def test_help_and_version_import_no_torch(asked):
+    code = f"import sys; sys.modules['torch'] = None; sys.argv[1:] = [{asked!r}]; "
+    code += "from outergrad.cli import main; main()"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "outergrad" in ended.stdout
+
+
+def test_a_command_that_is_not_imported_has_the_help_of_one_that_is():
+    command = typer.main.get_command(app)
+    with command.make_context("outergrad", ["train"]) as context:
+        for name in command.list_commands(context):
+            known = command.get_command(context, name).help
+            _, imported, _ = command.resolve_command(context, [name])
+            assert known
+            assert known == imported.help.replace("\n\x08", "")
 
 
 def test_help_names_every_choice():

@@ -1,21 +1,93 @@
-"""Entry point of the ``outergrad`` command, including commands that other packages register."""
+"""The ``outergrad`` command: the commands beside this file, and those that other packages add.
 
+A command is imported when it is called, because PyTorch takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import ast
 import platform
-from importlib.metadata import entry_points
-from typing import Annotated
+import sys
+from importlib.metadata import EntryPoint, entry_points, version
+from importlib.util import find_spec
+from inspect import cleandoc
+from typing import Annotated, Any
 
-import torch
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from outergrad import __version__
-from outergrad.tools.commands.doctor import doctor
-from outergrad.tools.commands.hub import hub_app
-from outergrad.tools.commands.plan import plan
-from outergrad.tools.commands.report import report
-from outergrad.tools.commands.site import site_app
-from outergrad.tools.commands.watch import watch
+
+_GROUP = "outergrad.commands"
+_OWN = {
+    "report": "report:report",
+    "watch": "watch:watch",
+    "doctor": "doctor:doctor",
+    "plan": "plan:plan",
+    "hub": "hub:hub_app",
+    "site": "site:site_app",
+}
+
+
+class LazyCommands(TyperGroup):
+    """A group whose commands are imported when they are called.
+
+    Until then a command is known by its help text, which is read from its module's source.
+    """
+
+    def __init__(self, **about: Any) -> None:
+        super().__init__(**about)
+        own = [
+            EntryPoint(name, f"outergrad.tools.commands.{where}", _GROUP)
+            for name, where in _OWN.items()
+        ]
+        self._entries = {entry.name: entry for entry in [*entry_points(group=_GROUP), *own]}
+        self.commands = {
+            name: TyperCommand(name, help=_help_of(entry)) for name, entry in self._entries.items()
+        }
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        """Imports the command that is called.
+
+        Raises:
+            SystemExit: something that it needs is not installed.
+        """
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, _loaded(self._entries[str(name)]), rest
+
+
+def _loaded(entry: EntryPoint) -> Any:
+    try:
+        found = entry.load()
+    except ImportError as error:
+        sys.exit(f"outergrad: {error}")
+    if isinstance(found, typer.Typer):
+        loaded = typer.main.get_group(found)
+    else:
+        alone = typer.Typer(add_completion=False)
+        alone.command()(found)
+        loaded = typer.main.get_command(alone)
+    loaded.name = entry.name
+    return loaded
+
+
+def _help_of(entry: EntryPoint) -> str:
+    """Returns a function's docstring, or the `help=` of a `typer.Typer`, without importing it."""
+    spec = find_spec(entry.module)
+    source = spec.loader.get_source(entry.module) if spec and spec.loader else None  # type: ignore[attr-defined]
+    for node in ast.parse(source or "").body:
+        if isinstance(node, ast.FunctionDef) and node.name == entry.attr:
+            return ast.get_docstring(node) or ""
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            told = {keyword.arg: keyword.value for keyword in node.value.keywords}
+            if entry.attr in names and isinstance(told.get("help"), ast.Constant):
+                return cleandoc(ast.literal_eval(told["help"]))
+    return ""
+
 
 app = typer.Typer(
+    cls=LazyCommands,
     help="Distributed auto-differentiation for PyTorch.",
     no_args_is_help=True,
     add_completion=False,
@@ -26,8 +98,8 @@ app = typer.Typer(
 
 def _tell_version(asked: bool) -> None:
     if asked:
-        python = platform.python_version()
-        typer.echo(f"outergrad {__version__}, torch {torch.__version__}, Python {python}")
+        versions = f"outergrad {__version__}, torch {version('torch')}"
+        typer.echo(f"{versions}, Python {platform.python_version()}")
         raise typer.Exit
 
 
@@ -40,17 +112,3 @@ def _options(
         ),
     ] = False,
 ) -> None: ...
-
-
-for _entry in entry_points(group="outergrad.commands"):
-    _command = _entry.load()
-    if isinstance(_command, typer.Typer):
-        app.add_typer(_command, name=_entry.name)
-    else:
-        app.command(_entry.name)(_command)
-app.command()(report)
-app.command()(watch)
-app.command()(doctor)
-app.command()(plan)
-app.add_typer(hub_app, name="hub")
-app.add_typer(site_app, name="site")
