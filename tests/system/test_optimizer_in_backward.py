@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import warnings
 
@@ -46,7 +47,11 @@ def expected(sites, steps):
     return pooled(lambda model, optimizer: optimizer.step(), batches, adam)
 
 
-ORDERS = [(name, order) for name in ("dense", "dad") for order in ("before", "on nodes")]
+ORDERS = [
+    (name, order)
+    for name in ("dense", "dad")
+    for order in ("before", "on nodes", "on nodes, behind garbage")
+]
 
 
 @pytest.mark.parametrize(("name", "hooked"), [*((name, "after") for name in METHODS), *ORDERS])
@@ -58,6 +63,8 @@ def test_training_is_that_of_an_optimizer_behind_backward(name, hooked):
         if hooked == "before":
             step_in_backward(model)
         session = og.distribute(model, METHODS[name], group=group)
+        if "garbage" in hooked:
+            gc.collect()  # the session lets go of the nodes that it has seen, and they go
         if hooked != "before":
             (step_in_backward if hooked == "after" else applied_in_backward)(model)
         for step in range(STEPS):

@@ -97,6 +97,11 @@ class WatchedParameter(HookedClaim):
         super().remove()
         self.let_go()
 
+    def _hold(self, node: Node | None) -> None:
+        if node is not self._node:
+            self._node = node
+            self.hooks.follow_node()
+
     def let_go(self) -> None:
         """Drops the node; it is looked up on demand until one is held again."""
         self._node = None
@@ -134,6 +139,8 @@ class WatchedParameter(HookedClaim):
     def _before(self, gradient: Tensor | None) -> None:
         """Called when a backward reaches the parameter, with None if only taps feed it."""
         counted, p = self._sink.counted_task == current_task(), self.parameter
+        if self._node is None:  # let go of; a node that is there since may have hooks of others
+            self._hold(get_gradient_edge(p).node)
         if not counted and not self._is_accumulated():
             return
         own = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
@@ -183,9 +190,7 @@ def hold_again(watched: Collection[WatchedParameter]) -> list[Node | None]:
     """Makes parameters hold their current accumulator nodes, and returns these."""
     nodes = accumulators([one.parameter for one in watched])
     for one, node in zip(watched, nodes, strict=True):
-        if node is not one._node:
-            one._node = node
-            one.hooks.follow_node()
+        one._hold(node)
     return nodes
 
 
