@@ -24,7 +24,7 @@ from outergrad.messages.wire import State
 from outergrad.step import step as _step
 from outergrad.step.commit import Ballot
 from outergrad.step.decision import Decision
-from outergrad.step.late import LateStep
+from outergrad.step.step import SharedStep
 
 
 class OwnVote(Ballot):
@@ -84,14 +84,14 @@ def _row(workload: str, method: str, options: argparse.Namespace) -> str:
 @contextmanager
 def _voting(votes: str) -> Iterator[None]:
     """Sites vote so in the steps inside."""
-    is_late = LateStep._is_late
+    optimistic = SharedStep._may_be_optimistic
     _step.Ballot = OwnVote if votes == "none" else Ballot
     if votes != "late":
-        LateStep._is_late = property(lambda step: False)
+        SharedStep._may_be_optimistic = lambda step: False
     try:
         yield
     finally:
-        _step.Ballot, LateStep._is_late = Ballot, is_late
+        _step.Ballot, SharedStep._may_be_optimistic = Ballot, optimistic
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from outergrad.core.errors import BoardGoneError, ExchangeError
 from outergrad.messages.vote import WORDS
 from outergrad.step.digests import Digests
 from outergrad.step.groups import on_transport
-from outergrad.step.late import LateStep
+from outergrad.step.step import SharedStep
 
 Tell = Callable[..., None]
 """Writes a line of what happened, with its time."""
@@ -276,7 +276,7 @@ def run(
         injector.note()
         if fault.moment == "crash":
             sys.exit(0)
-    LateStep._ask_again = _told(LateStep._ask_again, tell)
+    SharedStep._ask_again = _told(SharedStep._ask_again, tell)
     Digests.look = _after(lambda: injector.at("settling"), Digests.look)
     try:
         _train(trial, rank, models, method, injector, tell)

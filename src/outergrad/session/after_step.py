@@ -1,4 +1,4 @@
-"""What follows a step that is over."""
+"""The work that follows a step: its figures, hooks of others, the next forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outergrad.step.step import SharedStep
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """How a backward pass ended, for whatever follows it.
+    """Outcome of a backward pass, for whatever follows it.
 
     Attributes:
         gradients: parameters whose gradients are final now, so that their hooks may run.

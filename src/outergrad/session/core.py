@@ -1,4 +1,4 @@
-"""What the parts of a session share."""
+"""The objects that the parts of a session share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outergrad.step.tentative import Tentative
 
 @dataclass(frozen=True)
 class Core:
-    """What the parts of a session share.
+    """Objects that the parts of a session share.
 
     Attributes:
         at: the session's membership.

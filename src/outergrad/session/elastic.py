@@ -1,4 +1,4 @@
-"""How a session continues with other sites: some were lost, others have come."""
+"""Moves of a session to other sites: some were lost, others have come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a session shares, and how a step of it begins."""
+"""The shared part of a model, and the beginning of steps that share it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a session ends when its transport failed, and how it says which steps count."""
+"""Failure of the transport: the session aborts it, and reports which steps count."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class FailureHandler:
 
     @property
     def place(self) -> str:
-        """What this site waits for, in words."""
+        """Words for what this site waits for."""
         if self._running.step is None and not self._votes.is_settled:
             return f"the other sites' word on what they received in {self._votes.about}"
         step = self._running.escalate()

@@ -1,4 +1,4 @@
-"""How the ranks of one site come together: here, a site of one rank."""
+"""A site of one rank; `session/mesh/site_ranks.py` has sites of several."""
 
 from __future__ import annotations
 

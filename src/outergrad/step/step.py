@@ -1,31 +1,48 @@
-"""A synchronised backward: collect, start the messages in order, finish."""
+"""A synchronised backward: collect, start the messages in order, finish, commit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
-from outergrad.buckets.bucket import Bucket, Pending
-from outergrad.core.errors import ExchangeError, RefusedError
+from outergrad.buckets.bucket import Bucket, Pending, Result
+from outergrad.core.errors import (
+    BoardGoneError,
+    DriftError,
+    ExchangeError,
+    Failure,
+    OverwrittenError,
+    RefusedError,
+)
+from outergrad.core.model import Choice
+from outergrad.core.transport import Work
 from outergrad.core.types import Unit
 from outergrad.linalg.gradients import scaled
-from outergrad.messages.header import Header
+from outergrad.messages.header import Header, digest
 from outergrad.messages.vote import MEAN_DELTAS, Subjects, Verdict
 from outergrad.messages.wire import State
 from outergrad.record.stats import Since, Stats
 from outergrad.step import param_grad
+from outergrad.step.asking import Question, answer_key, ask
+from outergrad.step.brought import Brought
 from outergrad.step.buffer_message import BufferMessage
 from outergrad.step.commit import Ballot
 from outergrad.step.decision import Decision
+from outergrad.step.groups import on_transport
 from outergrad.step.joint import JointStep, Point
+from outergrad.step.pact import refuse_if_given_up
 from outergrad.step.readiness import Readiness
-from outergrad.step.receiving import Receiver
+from outergrad.step.receiving import BUFFERS_PLACE, Receiver
 from outergrad.step.spec import Begun, StepSpec
-from outergrad.step.starting import StartingStep
+
+_POLL_S = 0.02
+Last = tuple[Bucket, Result] | None
 
 
-class SharedStep(StartingStep):
+class SharedStep:
     """A backward whose gradients become the mean over the sites.
 
     The plan follows from the headers of all sites. They are exchanged first or, if the last two
@@ -34,11 +51,31 @@ class SharedStep(StartingStep):
 
     Once it has begun, a site goes through all messages of the step, even if its own backward
     raised. So the sites never get out of step with each other.
+
+    Args:
+        spec: what the step is about.
+
+    Attributes:
+        captured: factors that this backward captured.
+        choice: how every unit travels; None before there is a plan.
+        lengths: key of the message lengths, for the message sequence; None if messages of others
+            may come between.
+        drift: error that sites have applied different results, if that was found.
+        decision: whether the step counts; None before it is known.
+        is_taken: whether its result came from another site in the end.
     """
+
+    choice: Choice | None = None
+    lengths: object = None
+    drift: DriftError | None = None
+    _announced: Work
 
     def __init__(self, spec: StepSpec) -> None:
         model, comm, header, planner = spec.model, spec.comm, spec.header, spec.planner
-        super().__init__(comm, spec.pact, spec.votes, spec.joint)
+        self._comm, self._pact, self._votes = comm, spec.pact, spec.votes
+        self._averages = spec.joint is not None and spec.joint.averages
+        self._began = time.monotonic()
+        self.is_taken = self._is_optimistic = False
         self.task, self._shared_buffers = spec.task, spec.buffers
         self._joint = spec.joint or JointStep((), comm)
         self._buffers: BufferMessage | None = None
@@ -112,6 +149,128 @@ class SharedStep(StartingStep):
         except RefusedError as error:
             self._ballot.refuse(error, MEAN_DELTAS)
             return own  # backward goes on to the vote; nobody applies this
+
+    # -- messages start -------------------------------------------------------------------------
+
+    def on_ready(self, name: str) -> None:
+        """Starts messages in their fixed order, as far as they are ready.
+
+        What starts depends on the place in the program alone, never on timing: collectives of
+        others on the same group may come between, in the same places on every site. The last
+        message waits for the end of backward, so that a site that raises can always still say so.
+        All messages wait for it if a transform has to see all layers.
+        """
+        self._readiness.note(name)
+        if self._holds_back:
+            return
+        if self.choice is None:
+            if not self._readiness.are_ready(self._planner.packer.opening):
+                return
+            self.agreed()
+        while len(self._sent) < len(self._buckets) - 1:
+            if not self._readiness.are_ready(self._buckets[len(self._sent)].params):
+                return
+            self._start()
+
+    def agreed(self) -> Sequence[Header]:
+        """Returns the headers of all sites, once they have come."""
+        if self.choice is None:
+            self._adopt()
+        return self.context.headers
+
+    def _announce(self, header: Header) -> None:
+        words = self._comm.control(header.words())
+        self.context.header = header
+        self._announced = self._comm.all_gather(words, [len(words)] * self._comm.world_size)
+
+    def _adopt(self) -> None:
+        """Makes the plan from the headers of all sites."""
+        with self._receiver.waiting():
+            words = [part.tolist() for part in self._announced.wait()]
+        ours = self.context.header
+        headers = [Header.parse(w, ours, rank) for rank, w in enumerate(words)]
+        self._ballot.note_sum(digest(words))
+        self._plan(headers)
+        self._joint.check([header.joint for header in headers])
+        self._planner.header_cache.exchanged(headers)
+
+    def _plan(self, headers: list[Header]) -> None:
+        self.context.take(headers)
+        self.choice = self._planner.adopt(headers, self.context.used)
+        self._buckets = self._planner.packer.buckets(self.choice)
+        self._is_optimistic = self._may_be_optimistic()
+        self._buffers = BufferMessage(self._shared_buffers, self.context)
+        alone = all(header.alone for header in headers)  # else others' messages may come between
+        if alone and not self._goes_on:
+            self._take_turn(self._buffers)
+
+    def _take_turn(self, buffers: BufferMessage) -> None:
+        """Posts the receives of this step, and of the next one as if it were like this one."""
+        context, own = self.context, (self.context.header.fingerprint, buffers.sizes)
+        self.lengths = *own, [bucket.lengths(context) for bucket in self._buckets]
+        ahead = *own, [bucket.lengths_ahead(context) for bucket in self._buckets]
+        turn, expected = on_transport(self._comm.key).turns.begin(self.lengths, ahead)
+        self._comm.take_turn(turn)
+        for expected_turn in expected:
+            for bucket in self._with_receives():
+                expect = bucket.expect if expected_turn == turn else bucket.expect_ahead
+                expect(context, expected_turn)
+            buffers.expect(expected_turn)
+        if self._votes.are_due or not self._is_optimistic:  # votes follow these messages
+            self._ballot.expect(turn)
+
+    def _with_receives(self) -> Iterator[Bucket]:
+        """Yields the buckets whose receives are posted: no sums behind one that has none posted.
+
+        A sum takes the first receive that is posted for sums of its turn. So sketches of two rounds
+        would take that of the gradients behind them, which are in messages of their own where they
+        have other dtypes or are too large to go along. These lose no time: the second round is
+        waited for behind them, and takes as many delays.
+        """
+        all_expected = True
+        for bucket in self._buckets:
+            if all_expected or not bucket.adds_up:
+                yield bucket
+            all_expected = all_expected and bucket.is_expected
+
+    def _start(self) -> None:
+        bucket = self._buckets[len(self._sent)]
+        if len(self._sent) == len(self._buckets) - 1:
+            self._sends_last()
+        try:
+            self._send(bucket)
+        except OverwrittenError as error:  # sent without a gradient; the vote says why
+            self._ballot.note_overwritten(error.param)
+            self.context.state = State.FAILED
+            self._send(bucket)
+
+    def _send(self, bucket: Bucket) -> None:
+        if self.context.state == State.GOOD:
+            if self._transforming is not None:
+                self._transforming.apply(bucket.params)
+            for name in bucket.dense_params:
+                self.captured.settle(name)
+        with torch.no_grad():
+            self._sent.append((bucket, bucket.start(self.context)))
+
+    def _start_all(self) -> None:
+        """Starts the remaining messages; if that raises here, the others must hear of it."""
+        try:
+            self._start_rest()
+        except ExchangeError:
+            raise
+        except Exception as error:
+            if self.choice is None:  # no site has a plan
+                raise
+            self._receiver.fail(error)
+            self._start_rest()
+
+    def _start_rest(self) -> None:
+        self.agreed()
+        while len(self._sent) < len(self._buckets):
+            self._start()
+
+    # -- the end --------------------------------------------------------------------------------
 
     @property
     def applied(self) -> bool:
@@ -225,3 +384,153 @@ class SharedStep(StartingStep):
         self.context.forget()
         self._ballot = Ballot(self._comm, self.context.header, self.subjects)
         self._announce(header)
+
+    # -- whether it counts ----------------------------------------------------------------------
+
+    @property
+    def waits_s(self) -> float:
+        """Seconds since the current wait of this site began; 0 outside of waits."""
+        return self._receiver.waits_s
+
+    def _may_be_optimistic(self) -> bool:
+        """True if no site can refuse the step once all its messages have arrived.
+
+        Then it is committed before the votes, which are counted at the end of the next step. The
+        plan decides this, so it is the same on all sites.
+        """
+        kept = bool(self._buckets) and all(bucket.is_kept for bucket in self._buckets)
+        return self._pact is not None and kept and not self._averages
+
+    @property
+    def needs_no_votes(self) -> bool:
+        """True if it is applied before the votes; known once its messages have arrived."""
+        return self._is_optimistic and self.drift is None and self._receiver.may_count
+
+    def _sent_all(self) -> None:
+        self._receiver.ask_again = self._ask_again if self._is_optimistic else None
+
+    def _sends_last(self) -> None:
+        """Records that the last message goes: a site that has it, too, may apply the step."""
+        if self._pact is not None and self._is_optimistic:
+            self._pact.sends()
+
+    def _count_before(self) -> None:
+        """Counts the votes on the step before, which this site has applied without them."""
+        self._receiver.place = "the other sites' votes on the step before"
+        with self._receiver.waiting():
+            self.drift = self.drift or self._votes.count(self.context.header.step)
+
+    def _applied_at_once(self, last: Last) -> Decision:
+        assert self._pact is not None
+        refuse_if_given_up(self._comm, self._began)
+        if last is not None:
+            self._receiver.write(*last)
+        self._votes.make(self._ballot, self, self._pact)
+        return Decision.all_good(self.context.header)
+
+    def _voted_on(self, last: Last) -> Decision:
+        """Votes and waits for all votes; writes the last message while they travel."""
+        if self.drift is not None:
+            self._ballot.note_drift()
+        elif self._pact is not None and self.context.state == State.GOOD:
+            self._pact.sends()
+        try:
+            self._ballot.cast(self.context.state, self.context.bad)
+        finally:  # another site may have the vote, and count the step
+            if last is not None:
+                self._receiver.write(*last)
+        self._receiver.place = "the other sites' word that they have everything"
+        with self._receiver.waiting():
+            decision = self._ballot.count()
+        if decision.good:
+            self._ballot.note_part()
+        if self._pact is not None and decision.verdict != Verdict.SURPRISED:
+            refuse_if_given_up(self._comm, self._began)
+            own = self.context.header.fingerprint
+            self._pact.makes(own, None, applied=decision.good)
+            if decision.good:
+                self._votes.note_decided(self.context.header.step)
+        return decision
+
+    def _raise_drift(self, decision: Decision) -> None:
+        """Raises if sites applied different results in the step before or, elsewhere, in this one.
+
+        Raises:
+            DriftError: they did.
+        """
+        if self.drift is not None:
+            raise self.drift
+        if self._is_optimistic and decision.verdict == Verdict.REFUSED:
+            self._votes.keep(self._ballot, self)  # the others find it out in the next step
+            self.drift = decision.drift()
+            raise self.drift
+
+    # -- damaged messages -----------------------------------------------------------------------
+
+    def _ask_again(self, site: int, place: int, nbytes: int) -> bytes:
+        """Requests a message of another site once more.
+
+        Raises:
+            ExchangeError: it does not come.
+        """
+        board, pact, until = self._comm.board, self._pact, time.monotonic() + self._comm.patience_s
+        assert board is not None
+        assert pact is not None
+        question = Question(self._comm.rank, site, pact.made, place)
+        try:
+            number = ask(board, question, pact.asked)
+            while time.monotonic() < until:
+                content = board.get(answer_key(number))
+                if content is not None and len(content) == nbytes:
+                    return content
+                time.sleep(_POLL_S)
+        except BoardGoneError as error:
+            raise ExchangeError(str(error), kind=Failure.LOCAL) from error
+        told = f"a message of site {site} was damaged, and it sent none again"
+        raise ExchangeError(told, (site,), kind=Failure.TIMEOUT)
+
+    def message_to(self, site: int, place: int) -> bytes | None:
+        """Returns the bytes that this site sent in a message; None if they are no longer there."""
+        if place == BUFFERS_PLACE:
+            gathered = None if self._buffers is None else self._buffers.gathered
+        else:
+            gathered = self._sent[place][1].gathered if 0 <= place < len(self._sent) else None
+        return None if gathered is None else gathered.own.cpu().numpy().tobytes()
+
+    # -- results for sites that lack a step -----------------------------------------------------
+
+    def brought(self) -> Brought:
+        """Returns the result of the step once more."""
+        self.context.reading = None
+        means, additions = {}, {}
+        for bucket, pending in self._sent:
+            found = self._receiver.effects(bucket, pending.wait())
+            means.update(found[0])
+            additions.update(found[1])
+        buffers = {} if self._buffers is None else self._buffers.values()
+        named = {place.name: t for place, t in buffers.items() if t is not None}
+        return Brought(True, means, additions, named)
+
+    def take(self, brought: Brought) -> None:
+        """Applies the step's result of another site; gradients written here are the same, and stay.
+
+        Raises:
+            ValueError: it is of another model.
+        """
+        self.is_taken = True
+        if not (brought.means or brought.additions):  # this site has all but the decision
+            return
+        params, written = self.context.params, self._receiver.written
+        nowhere = (written & self.context.used) - brought.means.keys() - brought.additions.keys()
+        param_grad.drop(params[name] for name in nowhere)
+        written = written - nowhere
+        means = {n: t for n, t in brought.means.items() if n not in written}
+        additions = {n: t for n, t in brought.additions.items() if n not in written}
+        for name, t in [*means.items(), *additions.items()]:
+            if name not in params or params[name].shape != t.shape:
+                raise ValueError(f"{name!r} is no parameter of this model, or of another shape")
+        param_grad.overwrite(params, means)
+        param_grad.add(params, additions)
+        self._shared_buffers.take(self._shared_buffers.named(brought.buffers))
+        self.context.used = frozenset(written | means.keys() | additions.keys())
+        self.context.reading, self._buffers = None, None

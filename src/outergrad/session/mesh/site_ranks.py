@@ -1,4 +1,4 @@
-"""How the ranks of one site come together, where a site has several."""
+"""Sites of several ranks, whose gradients come together before they travel."""
 
 from __future__ import annotations
 
