@@ -16,6 +16,7 @@ from cases import relative_error
 from outergrad.capture import class_swap as _class_swap
 from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.capture.weighting import Weighting
+from outergrad.session.model_guard import ModelGuard
 from outergrad.session.session import Session
 from ranks import run_on_lasting_groups
 
@@ -225,7 +226,7 @@ BREAKS: dict[str, tuple[Any, Any, str, Any]] = {
     "the samples": (METHODS["auto"], Weighting, "watch", _fails),
     "the samples, interrupted": (METHODS["auto"], Weighting, "watch", _interrupted),
     "behind a joint part": (JOINT, Session, "watch", _fails),
-    "the last thing of all": (METHODS["gather"], Session, "_follow_nodes", _fails),
+    "the last thing of all": (METHODS["gather"], ModelGuard, "watch", _fails),
 }
 
 

@@ -170,7 +170,7 @@ def test_low_rank_takes_no_way_that_the_transport_does_not_have():
     """Four sites of a link on which two ways are the fastest."""
     method = og.RankDAD(rank=2)
     compressor, lacking = method.compressor(), method.compressor()
-    units = attach(mlp(200, 200, 5), method, MirrorComm(4, Tracer()), LINK)._model.units
+    units = attach(mlp(200, 200, 5), method, MirrorComm(4, Tracer()), LINK)._exchange.model.units
     for one, kind in ((compressor, MirrorComm), (lacking, Gathering)):
         comm = kind(4, Tracer())
         one.settle(comm.cost, comm.capabilities)
