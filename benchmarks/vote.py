@@ -22,8 +22,7 @@ from compiled import Side
 from outergrad.launch.start import run_sites
 from outergrad.messages.wire import State
 from outergrad.step import step as _step
-from outergrad.step.commit import Ballot
-from outergrad.step.decision import Decision
+from outergrad.step.commit import Ballot, Decision
 from outergrad.step.step import SharedStep
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import secrets
 from collections.abc import Iterable
 from operator import index
 from pathlib import Path
@@ -12,13 +15,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from outergrad.checkpoint.choose import Allowed
+from outergrad._whole_files import write_whole
+from outergrad.checkpoint import claims
+from outergrad.checkpoint import folder as files
+from outergrad.checkpoint.choose import Allowed, Overview
+from outergrad.checkpoint.folder import DamagedError, Save
 from outergrad.checkpoint.going_on import GoingOn, found_by_all
-from outergrad.checkpoint.keep import Kept
 from outergrad.checkpoint.messaging import gathered
-from outergrad.checkpoint.neighbours import first_of_folder
-from outergrad.checkpoint.parts import Parts, Saveable
-from outergrad.checkpoint.random_state import set_random_state
+from outergrad.checkpoint.parts import Parts, Saveable, set_random_state
 from outergrad.checkpoint.restored import Restored
 from outergrad.checkpoint.writer import Writer
 from outergrad.comm.agree import agree
@@ -27,7 +31,95 @@ from outergrad.core.transport import Comm
 from outergrad.session.session import Session
 from outergrad.step.groups import end_unfinished, lost_sites_told
 
+
+def first_of_folder(
+    comm: Comm, folder: Path, lines: list[str], error: Exception | None
+) -> list[int]:
+    """Returns, by rank, the lowest rank that shares each site's folder; its own if none does.
+
+    Each site leaves a file in its folder and looks for the files of the others.
+
+    Args:
+        comm: the transport.
+        folder: folder of this site; created if missing.
+        lines: further description that the sites must have in common.
+        error: error of this site so far, if any.
+
+    Raises:
+        OSError: this site cannot write there.
+        ValueError: another site cannot write, the descriptions differ, or a site names a file
+            elsewhere.
+    """
+    mark = folder / f".here-{comm.rank}-{secrets.token_hex(4)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(mark, b"", through_links=False)
+    except OSError as raised:
+        error = error or raised
+    try:
+        agree(comm, lines, error, "name the same parts for every site")
+        marks = claims.understood(gathered(comm, mark.name), claims.mark, "its folder")
+        seen = [rank for rank, name in enumerate(marks) if os.path.exists(folder / name)]
+        firsts = gathered(comm, min([*seen, comm.rank]))
+        return claims.understood(firsts, claims.number, "its folder")
+    finally:
+        with contextlib.suppress(OSError):
+            mark.unlink()
+
+
 _LOG = logging.getLogger("outergrad")
+
+
+class Kept:
+    """Checkpoints of a folder, of which all but the newest are removed.
+
+    These are the checkpoints that this run has written or resumed from, and older complete ones,
+    which are read again before they are removed. Unreadable checkpoints are never removed: somebody
+    may repair them.
+
+    Args:
+        folder: folder of this site.
+        keep: number of checkpoints to keep.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self._folder, self._keep = folder, keep
+        self._saves: list[Save] = []
+        self._unread: set[Save] = set()
+        self._cut_short: set[Save] = set()
+
+    def found(self, overview: Overview, newest: Save) -> None:
+        """Notes the checkpoints that are there already.
+
+        Args:
+            overview: checkpoints that the sites see.
+            newest: checkpoint that the training resumes from.
+        """
+        saves = overview.saves
+        self._saves = [save for save in saves if save < newest and overview.whole(save)]
+        self._unread, self._cut_short = {*self._saves}, {*filter(overview.cut_short, saves)}
+
+    def add(self, save: Save) -> None:
+        """Notes a checkpoint that all sites have written or read."""
+        self._saves.append(save)
+
+    def tidy(self) -> None:
+        """Removes surplus and cut-short checkpoints; warns of those that cannot be removed."""
+        gone, self._saves = self._saves[: -self._keep], self._saves[-self._keep :]
+        for save in gone:
+            self._remove(save, check=save in self._unread)
+        useless = {save for save in self._cut_short if save.step <= max(self._saves).step}
+        for save in sorted(useless):
+            self._remove(save, check=False)
+        self._cut_short -= useless
+
+    def _remove(self, save: Save, *, check: bool) -> None:
+        try:
+            if check:
+                files.check(self._folder, save)
+            files.remove(self._folder, save)
+        except (OSError, DamagedError) as error:
+            _LOG.warning("an old checkpoint is left where it is: %s", error)
 
 
 class Checkpoints:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from outergrad.checkpoint.messaging import packed, unpacked
-from outergrad.checkpoint.parts import Parts, Saveable, for_a_new_site
-from outergrad.checkpoint.random_state import set_random_state
+from outergrad.checkpoint.parts import Parts, Saveable, for_a_new_site, set_random_state
 from outergrad.comm.agree import agree
 from outergrad.core.types import StateDict
 from outergrad.messages.raw import as_tensor

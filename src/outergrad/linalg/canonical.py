@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from outergrad.core.types import Factors
-from outergrad.linalg.probe import gaussian_probe
+from outergrad.linalg.power import gaussian_probe
 
 _RANK_TOLERANCE = 1e-10
 """Relative size below which columns of the sketch are rounding noise of float64."""

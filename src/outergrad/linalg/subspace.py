@@ -10,9 +10,8 @@ from torch import Tensor
 from outergrad.core.types import Factors, Gradient
 from outergrad.linalg.low_rank import LowRank
 from outergrad.linalg.orthonormal import orthonormal
-from outergrad.linalg.probe import gaussian_probe
+from outergrad.linalg.power import gaussian_probe, rayleigh_ritz, without_void
 from outergrad.linalg.product import Product, cheapest, product, unscaled
-from outergrad.linalg.ritz import rayleigh_ritz, without_void
 from outergrad.linalg.total import Total, total
 
 SUBSPACE_ITERATIONS = 3

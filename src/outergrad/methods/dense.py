@@ -64,3 +64,12 @@ class DenseCompressor(Compressor):
     def reveals(self, unit: Unit) -> str:
         """Returns what other sites learn from the unit, for the coverage table."""
         return "this site's gradient"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CapturedDense(Dense):
+    """`Dense` with captured layers: each site knows the activations and deltas of its own rows."""
+
+    def compressor(self) -> DenseCompressor:  # type: ignore[override]
+        """Returns a new compressor."""
+        return DenseCompressor()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import nn
 
+from outergrad._amounts import seconds
 from outergrad._printable import printable
 from outergrad.comm.cost import cost_of
+from outergrad.core.choosing import Chooser, Trial
 from outergrad.core.compressor import Compressor
 from outergrad.core.reasons import COMPRESSED, AutoWay, Reason, Why
 from outergrad.core.types import Route, Slot, Unit
@@ -221,3 +223,29 @@ def _auto(auto: AutoWay | None) -> str:
 def _dense_reveals(sites: int) -> str:
     """Information that an all-reduce reveals; of two sites each can subtract its own part."""
     return "nothing" if sites == 1 else _OWN_GRADIENT if sites == 2 else _MEAN_GRADIENT
+
+
+def trials_noted(lines: Coverage, units: Sequence[Unit], chooser: Chooser) -> Coverage:
+    """Returns the table with each parameter's chosen method, and the step times of its trials.
+
+    Args:
+        lines: the table.
+        units: units of the model.
+        chooser: chooser of their methods.
+    """
+    told = {name: _told(unit, chooser) for unit in units for name in unit.params}
+    found = (replace(line, why=line.why + told.get(line.parameter, "")) for line in lines)
+    return Coverage(tuple(found))
+
+
+def _told(unit: Unit, chooser: Chooser) -> str:
+    kept_s = chooser.kept_seconds
+    took = "by the forecast" if kept_s is None else f"{seconds(kept_s)} a step"
+    others = sorted(chooser.trials_of(unit), key=lambda pair: pair[1].step)
+    last = dict(others)  # the last trial of each method
+    return "; ".join([f"; Auto: {chooser.method_of(unit)!r}, {took}", *map(_trial, last.items())])
+
+
+def _trial(of: tuple[str, Trial]) -> str:
+    method, trial = of
+    return f"{method} {seconds(trial.seconds)}, {trial.outcome.value} in step {trial.step}"

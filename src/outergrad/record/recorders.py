@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -13,6 +15,15 @@ from weakref import ref
 
 from outergrad.core.protocols import Recorder
 from outergrad.record.stats import Stats
+
+
+def warn(message: str) -> None:
+    """Warns; logs where warnings are errors, since raising would leave other sites waiting."""
+    try:
+        warnings.warn(message, stacklevel=3)
+    except Warning:
+        logging.getLogger("outergrad").warning(message)
+
 
 Recorders = Recorder | Sequence[Recorder] | None
 

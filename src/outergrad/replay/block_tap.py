@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outergrad.capture.class_swap import ClassSwap
 from outergrad.capture.engine import NO_TASK, current_task
@@ -15,13 +16,43 @@ from outergrad.capture.node_ref import NodeRef
 from outergrad.capture.parameters import OwnParameters, WatchedParameter, is_shared, is_wanted
 from outergrad.capture.tap import BlockTap
 from outergrad.capture.untappable import may_be_tapped
-from outergrad.core.blocks import UNSENDABLE, Block, SentRun, SentUse
+from outergrad.core.blocks import UNSENDABLE, Block, Replayer, SentRun, SentUse
+from outergrad.core.coding import Codecs
 from outergrad.core.errors import RefusedError, ReplayError
 from outergrad.linalg.gradients import vjp
 from outergrad.replay.block_use import Following, Use, use_of
 from outergrad.replay.fingerprint import unrepeated
-from outergrad.replay.found_block import FoundBlock
 from outergrad.replay.run import Shape
+
+if TYPE_CHECKING:
+    from outergrad.replay.block_tap import TappedBlock
+
+
+@dataclass(frozen=True)
+class FoundBlock:
+    """A block of a model, before a session taps it.
+
+    Attributes:
+        block: its name and parameters.
+        names: full names of its modules.
+        modules_of: for each callable module, the modules it consists of.
+        params_of: for each callable module, the full names of its trained parameters.
+        replayer: computes and replays the modules.
+        codecs: encode the floating tensors that are sent.
+        explicit: True if the user named the block; it is then an error if it may not be sent.
+        raw_inputs: True if a module may be sent that reads only the model's own input.
+        swap: swaps the classes of its modules, or of their host.
+    """
+
+    block: Block
+    names: tuple[str, ...]
+    modules_of: Sequence[Sequence[nn.Module]]
+    params_of: Sequence[Sequence[str]]
+    replayer: Replayer
+    codecs: Codecs
+    explicit: bool
+    raw_inputs: bool
+    swap: Callable[[TappedBlock], None]
 
 
 class BlockSink(Protocol):

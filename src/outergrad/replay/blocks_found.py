@@ -13,9 +13,8 @@ from torch import nn
 from outergrad.capture.class_swap import ClassSwap
 from outergrad.core.blocks import Block
 from outergrad.core.compressor import Compressor
-from outergrad.replay.block_tap import TappedBlock
+from outergrad.replay.block_tap import FoundBlock, TappedBlock
 from outergrad.replay.chain import Chain
-from outergrad.replay.found_block import FoundBlock
 from outergrad.replay.host import Host, is_plain_sequential
 from outergrad.replay.layer import Between, ChainLayer, chains_in, has_hooks, is_layer
 from outergrad.replay.modules import Modules

@@ -7,16 +7,87 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from html import escape
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 
 from outergrad._amounts import amount, plain, seconds, times
+from outergrad._version import __version__
 from outergrad._whole_files import write_whole
-from outergrad.report.outliers import outliers
 from outergrad.report.recording import Recording, UnreadableRunError, load_thinned, require
 from outergrad.report.series import POINTS, series
 from outergrad.report.settings import settings
-from outergrad.report.skeleton import asset, whole_page
 from outergrad.report.summary import Summary, columns_of, summary, trials
+
+
+def whole_page(
+    *,
+    command: str,
+    title: str,
+    lead: str,
+    head: str,
+    body: str,
+    about: str = "",
+    style: str = "",
+    scripts: Sequence[str] = (),
+    reload_s: int | None = None,
+) -> str:
+    """Returns a page in one file.
+
+    Args:
+        command: command that made it.
+        title: text of the heading.
+        lead: text below the heading.
+        head: HTML between the lead and the body.
+        body: HTML.
+        about: text behind the command.
+        style: CSS in addition to the common style.
+        scripts: elements at the end; without any, the page forbids scripts.
+        reload_s: seconds after which a browser reloads it; None for never.
+    """
+    script, pictures = ("script-src 'unsafe-inline'; ", "data: blob:") if scripts else ("", "data:")
+    return Template(asset("skeleton.html")).substitute(
+        reload="" if reload_s is None else f'\n<meta http-equiv="refresh" content="{reload_s}">',
+        allowed=f"{script}style-src 'unsafe-inline'; img-src {pictures}",
+        command=escape(command),
+        title=escape(title),
+        about=escape(about),
+        lead=escape(lead),
+        head=head,
+        body=body.rstrip("\n"),
+        style=asset("style.css") + style,
+        scripts="".join(f"\n{script}" for script in scripts),
+        version=escape(__version__),
+    )
+
+
+def asset(name: str, package: str = "outergrad.report") -> str:
+    """Returns the text of a file in a package's folder."""
+    return files(package).joinpath(name).read_text("utf-8")
+
+
+SHOWN = 20
+
+
+def outliers(recording: Recording) -> list[str]:
+    """Returns the largest outliers, a line of text each, largest first.
+
+    The measure is a sample's norm, as a multiple of the median of its layer's samples in that step.
+    """
+    table = recording.layers
+    table = table[table["outlier_norms"].map(bool) & table["sample_norm"].notna()]
+    found = [
+        (norm / row.sample_norm if row.sample_norm else float("inf"), row, place)
+        for row in table.itertuples()
+        for place, norm in zip(row.outliers, row.outlier_norms, strict=False)
+    ]
+    found.sort(key=lambda of: -of[0])
+    return [
+        f"site {row.site}, step {row.step:,}: sample {place} of {row.samples}, {times:.3g} times "
+        f"the median in {row.layer}"
+        for times, row, place in found[:SHOWN]
+    ]
+
 
 _SCRIPTS = ("theme.js", "parts.js", "figures.js", "layers.js", "page.js")
 _SENT, _TIME, _NOISE = "Sent per step", "Time per step", "Noise scale"

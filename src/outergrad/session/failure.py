@@ -11,7 +11,7 @@ from outergrad.session.core import Core
 from outergrad.step import param_grad
 from outergrad.step.agreement import Outcome
 from outergrad.step.brought import Brought
-from outergrad.step.decision import Decision
+from outergrad.step.commit import Decision
 from outergrad.step.groups import give_up, note_lost
 from outergrad.step.lost import Findings, standing_of
 from outergrad.step.step import SharedStep

@@ -25,8 +25,8 @@ from outergrad.methods.assignment import Assignment, is_local
 from outergrad.methods.per_layer import PerLayer
 from outergrad.planning.changing import ChangingCompressors
 from outergrad.planning.chosen import ChosenCompressors
+from outergrad.replay.block_tap import FoundBlock
 from outergrad.replay.blocks_found import BlockFinder
-from outergrad.replay.found_block import FoundBlock
 from outergrad.replay.host import Host
 from outergrad.step.joint import joint_parts
 

@@ -22,8 +22,7 @@ from outergrad.core.types import Slot
 from outergrad.events import Change, End, Event, Layer, Mishap, Run, Scalars, Step, Trial
 from outergrad.record.gauge import Gauge, Reading
 from outergrad.record.machine import machine
-from outergrad.record.quietly import warn
-from outergrad.record.recorders import Client, Ending
+from outergrad.record.recorders import Client, Ending, warn
 from outergrad.record.stats import Stats
 from outergrad.session.layer_events import LayerEvents, without_samples
 

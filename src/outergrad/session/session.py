@@ -32,9 +32,8 @@ from outergrad.core.errors import (
 from outergrad.core.protocols import Method
 from outergrad.core.transport import Comm
 from outergrad.core.types import StateDict
-from outergrad.record.coverage import Coverage, coverage
+from outergrad.record.coverage import Coverage, coverage, trials_noted
 from outergrad.record.stats import Stats
-from outergrad.record.trials import trials_noted
 from outergrad.replay.block_tap import TappedBlock
 from outergrad.session.after_step import Aftermath, HookRunner
 from outergrad.session.choosing import choosing_of

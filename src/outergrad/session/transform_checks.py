@@ -12,8 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from outergrad.core.model import Compressors, Model
 from outergrad.core.transform import GradientTransform
 from outergrad.core.types import Unit
-from outergrad.methods.captured_dense import CapturedDense
-from outergrad.methods.dense import Dense, DenseCompressor
+from outergrad.methods.dense import CapturedDense, Dense, DenseCompressor
 from outergrad.methods.local_steps import LocalSteps
 from outergrad.methods.per_layer import PerLayer
 from outergrad.record.coverage import Coverage, Travel

@@ -11,8 +11,7 @@ from outergrad.planning.plan import Planner
 from outergrad.record.coverage import Coverage
 from outergrad.step import param_grad
 from outergrad.step.accumulator import Accumulator
-from outergrad.step.captured import Captured
-from outergrad.step.carried_over import CarriedOver
+from outergrad.step.captured import Captured, CarriedOver
 from outergrad.step.header_builder import HeaderBuilder
 from outergrad.step.unsynced import UnsyncedStep
 

@@ -15,7 +15,7 @@ from outergrad.core.transport import Comm
 from outergrad.core.types import Slot
 from outergrad.messages.header import MOST_ROWS, BlockUse, Header, Join, SlotUse
 from outergrad.replay.block_message import Blocks
-from outergrad.step.carried_over import CarriedOver
+from outergrad.step.captured import CarriedOver
 from outergrad.step.groups import on_transport
 
 

@@ -12,7 +12,7 @@ from outergrad.events import Mishap
 from outergrad.linalg.finite import is_finite
 from outergrad.messages.vote import NOTHING, Verdict, Vote
 from outergrad.step import param_grad
-from outergrad.step.decision import Decision
+from outergrad.step.commit import Decision
 
 _DISCARDED = (
     Verdict.REFUSED,

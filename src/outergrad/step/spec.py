@@ -18,8 +18,7 @@ from outergrad.record.gauge import Reading
 from outergrad.record.stats import Since
 from outergrad.replay.block_message import Blocks
 from outergrad.step.buffers import SharedBuffers
-from outergrad.step.captured import Captured
-from outergrad.step.carried_over import CarriedOver
+from outergrad.step.captured import Captured, CarriedOver
 from outergrad.step.joint import JointStep
 from outergrad.step.late_votes import LateVotes
 from outergrad.step.pact import Pact

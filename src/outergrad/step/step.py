@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -29,14 +29,44 @@ from outergrad.step import param_grad
 from outergrad.step.asking import Question, answer_key, ask
 from outergrad.step.brought import Brought
 from outergrad.step.buffer_message import BufferMessage
-from outergrad.step.commit import Ballot
-from outergrad.step.decision import Decision
+from outergrad.step.commit import Ballot, Decision
 from outergrad.step.groups import on_transport
 from outergrad.step.joint import JointStep, Point
 from outergrad.step.pact import refuse_if_given_up
-from outergrad.step.readiness import Readiness
 from outergrad.step.receiving import BUFFERS_PLACE, Receiver
 from outergrad.step.spec import Begun, StepSpec
+
+
+class Readiness:
+    """Parameters that a backward has still to reach; it looks at each of a message once.
+
+    Args:
+        waiting: all parameters that the backward will reach.
+    """
+
+    def __init__(self, waiting: Iterable[str]) -> None:
+        self._waiting = set(waiting)
+        self._names: Collection[str] = ()
+        self._rest: Iterator[str] = iter(())
+        self._next: str | None = None
+
+    def note(self, name: str) -> None:
+        """Records that the backward has nothing more for a parameter."""
+        self._waiting.discard(name)
+
+    def are_ready(self, names: Collection[str]) -> bool:
+        """True if the backward has nothing more for any of these parameters.
+
+        Args:
+            names: parameters of one message, the same object until they are ready.
+        """
+        if names is not self._names:
+            self._names, self._rest = names, iter(names)
+            self._next = next(self._rest, None)
+        while self._next is not None and self._next not in self._waiting:
+            self._next = next(self._rest, None)
+        return self._next is None
+
 
 _POLL_S = 0.02
 Last = tuple[Bucket, Result] | None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from outergrad._amounts import duration
 from outergrad._whole_files import write_whole
-from outergrad.report.skeleton import asset, whole_page
+from outergrad.report.page import asset, whole_page
 from outergrad_lab.experiments.frames import HEADINGS, Result, of_kind
 from outergrad_lab.experiments.quantities import text, title
 from outergrad_lab.experiments.tables import Table

@@ -13,7 +13,7 @@ from outergrad.events import End, Event, Run, Scalars, Step
 from outergrad.launch.errors import RecipeError
 from outergrad.record.jsonl import JSONL
 from outergrad.record.machine import machine
-from outergrad.record.quietly import warn
+from outergrad.record.recorders import warn
 from outergrad.tools.named_methods.attach import Replica, all_reduce_bytes
 from outergrad_lab.training.sites import Group, number_in, rank_in, sites_of
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import outergrad as og
 from cases import relative_error
 from outergrad.linalg.outer import formed
-from outergrad.linalg.probe import gaussian_probe
+from outergrad.linalg.power import gaussian_probe
 from ranks import run_on_lasting_groups, run_ranks
 
 WIDTHS = 60, 50

@@ -11,7 +11,7 @@ from made_up_run import events, write_run
 from outergrad.events import Layer
 from outergrad.record.jsonl import JSONL
 from outergrad.report import load
-from outergrad.report.noise import noise_scale
+from outergrad.report.summary import noise_scale
 
 
 def write_gradients(folder, gradients: torch.Tensor):

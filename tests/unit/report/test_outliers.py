@@ -1,8 +1,7 @@
 """Samples that stood out are listed, the worst first."""
 
 from made_up_run import write_run
-from outergrad.report.outliers import SHOWN, outliers
-from outergrad.report.page import write_page
+from outergrad.report.page import SHOWN, outliers, write_page
 from outergrad.report.recording import load
 
 

@@ -245,7 +245,9 @@ def test_the_backward_of_rpc_is_named(method, tmp_path, one_site):
 
 OF_SESSIONS: dict[str, tuple[Any, type[Exception], str]] = {
     "join": (
-        lambda s: s.join(step=torch.optim.SGD(s._exchange.model.params.values(), lr=1.0)).__enter__(),
+        lambda s: s.join(
+            step=torch.optim.SGD(s._exchange.model.params.values(), lr=1.0)
+        ).__enter__(),
         TypeError,
         r"join\(step=a SGD\): .*step=optimizer\.step",
     ),

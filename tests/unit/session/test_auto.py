@@ -18,7 +18,7 @@ from outergrad.core.errors import ExchangeError
 from outergrad.core.types import Link, StateDict
 from outergrad.methods.auto.chooser import AutoChooser
 from outergrad.session import attach
-from outergrad.session.figures import Figures
+from outergrad.session.choosing import Figures
 from outergrad.session.inspect import inspect
 from ranks import run_on_lasting_groups, run_ranks, try_ranks
 from watched import owed_by

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
 from outergrad.messages.wire import Preamble
-from outergrad.step.contents import Contents
+from outergrad.step.buffers import Contents
 from ranks import run_on_lasting_groups
 
 WIDTH, LARGE = 16, 50_000

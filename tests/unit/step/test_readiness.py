@@ -2,7 +2,7 @@
 
 import random
 
-from outergrad.step.readiness import Readiness
+from outergrad.step.step import Readiness
 
 
 def test_a_message_is_ready_when_nothing_of_it_is_waited_for():

@@ -16,9 +16,8 @@ from torch import nn
 
 import outergrad as og
 from outergrad.launch.loopback import loopback_name
-from outergrad.step import turns
-from outergrad.step.groups import on_transport
-from outergrad.step.turns import Turns
+from outergrad.step import groups as turns
+from outergrad.step.groups import Turns, on_transport
 from ranks import run_on_lasting_groups, run_ranks
 
 LIKE, OTHER = ("like",), ("other",)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import outergrad as og
 from meshes import run_mesh
-from outergrad.step import turns
+from outergrad.step import groups as turns
 from ranks import run_ranks, try_ranks
 
 MODEL = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
 
@@ -10,13 +11,36 @@ from outergrad.core.compressor import Compressor
 from outergrad.core.cost import CostModel
 from outergrad.core.protocols import Method
 from outergrad.core.types import Link, StateDict, Unit
-from outergrad.methods.auto.gains import slowest_site
-from outergrad.methods.auto.groups import grouped
 from outergrad.methods.auto.knowledge import Arm, Tried
-from outergrad.methods.auto.stretches import FIRST_STEPS, Stretch
 from outergrad.methods.auto.trials import Trials, Verdict
-from outergrad.methods.auto.usual import Usual
+from outergrad.methods.auto.usual import FIRST_STEPS, Stretch, Usual, slowest_site
 from outergrad.methods.auto.ways import Ways
+
+MOST_GROUPS = 4
+_GRAIN_BITS = 2
+"""Layers may count as similar if one has less than four times the other's elements."""
+
+
+def grouped(units: Sequence[Unit]) -> list[tuple[Unit, ...]]:
+    """Returns few groups of units of similar kind and size, the largest in total size first.
+
+    The last group has all remaining units. Groups depend on the units alone: all sites agree.
+    """
+    found: defaultdict[tuple[str, int], list[Unit]] = defaultdict(list)
+    for unit in units:
+        found[_kind(unit), unit.dense_numel.bit_length() // _GRAIN_BITS].append(unit)
+    ordered = sorted(found.values(), key=lambda group: -sum(unit.dense_numel for unit in group))
+    first, rest = ordered[: MOST_GROUPS - 1], ordered[MOST_GROUPS - 1 :]
+    return [tuple(group) for group in [*first, [unit for group in rest for unit in group]] if group]
+
+
+def _kind(unit: Unit) -> str:
+    if not unit.slots:
+        return "no layer"
+    if any(slot.lookup for slot in unit.slots):
+        return "embedding"
+    return "convolution" if any(slot.patches for slot in unit.slots) else "matrix"
+
 
 _SURE_GAIN = 0.2
 """Share of a step that a way must save, by the forecast, to be taken in place of dense without a

@@ -7,16 +7,16 @@ from statistics import median
 from typing import NamedTuple
 
 from outergrad.core.choosing import Outcome
-from outergrad.methods.auto.gains import (
+from outergrad.methods.auto.knowledge import Arm, Knowledge, Purse
+from outergrad.methods.auto.usual import (
+    GLANCE_STEPS,
+    Usual,
     cost_of_change,
     cost_of_turns,
     lower_bound,
     medians,
     paired_gains,
 )
-from outergrad.methods.auto.knowledge import Arm, Knowledge, Purse
-from outergrad.methods.auto.stretches import GLANCE_STEPS
-from outergrad.methods.auto.usual import Usual
 from outergrad.methods.auto.ways import Ways
 
 _ENOUGH_GAINS = 80

@@ -15,12 +15,12 @@ from outergrad.core.transport import Comm
 from outergrad.core.types import Unit
 from outergrad.messages.header import Header
 from outergrad.messages.vote import NOTHING, Subjects, Verdict, Vote
+from outergrad.session.mesh.pooling import SharePlanner
 from outergrad.session.mesh.rank_reports import Ending, Fate
 from outergrad.session.mesh.ranks import ranks_named
-from outergrad.session.mesh.share_planner import SharePlanner
 from outergrad.step import param_grad
 from outergrad.step.captured import Captured
-from outergrad.step.decision import Decision
+from outergrad.step.commit import Decision
 from outergrad.step.spec import StepSpec
 from outergrad.step.step import SharedStep
 

@@ -20,7 +20,7 @@ from outergrad.messages.layout import Layout
 from outergrad.messages.raw import as_tensor
 from outergrad.messages.wire import Piece, State
 from outergrad.session.mesh.mesh_step import MeshStep, Spread
-from outergrad.session.mesh.pooling import Pooling, message_bytes, pool
+from outergrad.session.mesh.pooling import Pooling, SharePlanner, message_bytes, pool
 from outergrad.session.mesh.rank_reports import (
     ENDING_WORDS,
     Ending,
@@ -29,12 +29,10 @@ from outergrad.session.mesh.rank_reports import (
     reasons_text,
     told_reasons,
 )
-from outergrad.session.mesh.share_planner import SharePlanner
 from outergrad.step import param_grad
 from outergrad.step.buffer_message import BufferMessage
 from outergrad.step.buffers import SharedBuffers
-from outergrad.step.captured import Captured
-from outergrad.step.carried_over import CarriedOver
+from outergrad.step.captured import Captured, CarriedOver
 from outergrad.step.spec import StepSpec
 
 _MOST_TEXT = 1 << 24

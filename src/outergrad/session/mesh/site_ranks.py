@@ -23,10 +23,9 @@ from outergrad.session.made_equal import ReplicaState
 from outergrad.session.mesh.levels import Levels
 from outergrad.session.mesh.mesh_step import Inside, MeshStep
 from outergrad.session.mesh.pooled import Pooled
-from outergrad.session.mesh.pooling import shares
+from outergrad.session.mesh.pooling import SharePlanner, shares
 from outergrad.session.mesh.ranks import ranks_named
 from outergrad.session.mesh.shards import Sharded, Shards
-from outergrad.session.mesh.share_planner import SharePlanner
 from outergrad.session.model_guard import ModelGuard
 from outergrad.session.ranks import OneRank
 from outergrad.session.reporting import Reporter

@@ -1,5 +1,7 @@
 """Named methods of synchronising gradients: outergrad's own, and DDP's for comparison."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,10 +18,62 @@ from torch.optim import SGD
 
 import outergrad as og
 from outergrad.core.protocols import Method, Recorder
+from outergrad.core.types import Factors, Part, Slot
 from outergrad.launch.errors import RecipeError
-from outergrad.tools.named_methods.first_rows import FirstRows
+from outergrad.linalg.outer import row_sum
+from outergrad.methods.dad import DAD, DADCompressor
 from outergrad.tools.named_methods.replica import Replica
 from outergrad.tools.named_methods.settings import did_you_mean, read_settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstRows:
+    """Sites send the raw factors of the first rows of their batches, and bias gradients whole.
+
+    Attributes:
+        rank: R, the number of rows.
+        every: k: share at every k-th synchronised backward pass.
+    """
+
+    rank: int = 8
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"FirstRows(rank={self.rank}): use 1 or more")
+
+    def compressor(self) -> FirstRowsCompressor:
+        """Returns a new compressor with these settings."""
+        return FirstRowsCompressor(self.rank)
+
+
+class FirstRowsCompressor(DADCompressor):
+    """Drops all rows but the first R."""
+
+    exact = False
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(DAD(always=True, reveal="activations"))
+        self._rank = rank
+
+    def sent_rows(self, slot: Slot, rows: int, site: int = 0) -> int:
+        """Returns R, or the number of rows if there are fewer."""
+        return min(rows, self._rank)
+
+    def sends_bias(self, slot: Slot) -> bool:
+        """True if the slot has a bias, whose gradient includes the rows that are dropped."""
+        return slot.bias is not None
+
+    def compress(self, parts: Sequence[Part]) -> list[Factors]:
+        """Returns the factors of each part's first rows."""
+        return [self._first(part) for part in parts]
+
+    def _first(self, part: Part) -> Factors:
+        assert isinstance(part.gradient, Factors)
+        d_GRO, a_GRI, _ = part.gradient
+        b_GO = row_sum(d_GRO) if self.sends_bias(part.slot) else None
+        return Factors(d_GRO[:, : part.rows], a_GRI[:, : part.rows], b_GO)
+
 
 FIRST_COMPRESSED_STEP = 2
 """First step in which PowerSGD compresses. Before it whole gradients are all-reduced, since DDP
@@ -109,7 +163,7 @@ class Distributed:
             weighted=self.options.get("weighting") == "samples",
         )
 
-    def beside(self, local: Sequence[str], *, joint: bool) -> "Distributed":
+    def beside(self, local: Sequence[str], *, joint: bool) -> Distributed:
         """Returns a copy in which the parameters that match `local` stay on each site."""
         if isinstance(self.method, og.LocalSteps):
             inner = Distributed(self.method.method).beside(local, joint=joint).method
