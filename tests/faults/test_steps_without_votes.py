@@ -171,7 +171,7 @@ def test_each_session_of_a_group_finds_its_own_damaged_sum(faulty_transport, las
     def body(rank, group):
         models = [copy.deepcopy(MODEL), mlp(6, 9, 5)]
         sessions = [og.distribute(model, og.Dense(), group=group) for model in models]
-        comm = sessions[0]._comm
+        comm = sessions[0]._at.comm
         for step in range(5):
             comm.armed = step == DAMAGED
             backward(models[0], rank, step)

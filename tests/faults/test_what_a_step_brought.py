@@ -177,7 +177,7 @@ def test_a_watcher_stays_as_long_as_any_session():
 
     def body(rank, group):
         sessions = [og.distribute(mlp(6, 8, 5), group=group) for _ in range(2)]
-        watcher, comm = on_transport(group).watcher, ref(sessions[0]._comm)
+        watcher, comm = on_transport(group).watcher, ref(sessions[0]._at.comm)
         sessions.pop(0).detach()
         until = time.monotonic() + 10.0
         while comm() is not None and time.monotonic() < until:

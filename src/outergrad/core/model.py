@@ -176,6 +176,9 @@ class Compressors:
         """Each compressor with its units."""
         return self._units_of
 
+    def _reassign(self, of: Mapping[Unit, Compressor]) -> None:
+        self._of = dict(of)
+
     def step_of(self, units: Sequence[Unit], model: Model) -> Model:
         """Returns the part of the model exchanged in the steps of one compressor's units."""
         first = units[0].params[0] if units else ""

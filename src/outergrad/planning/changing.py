@@ -36,7 +36,7 @@ class ChangingCompressors(Compressors):
 
     def _assign(self, step: int) -> None:
         self._step = step
-        self._of = {unit: self._choose(unit, step) for unit in self._of}
+        self._reassign({unit: self._choose(unit, step) for unit in self._of})
 
     def _order(self, compressors: Iterable[Compressor]) -> tuple[int, ...]:
         order = {id(compressor): k for k, (compressor, _) in enumerate(self._units_of)}
@@ -53,7 +53,8 @@ class ChangingCompressors(Compressors):
 
     def begin(self, step: int, sites: int) -> bool:
         """Assigns the compressors of a step; returns True if some unit has another one now."""
-        if step == self._step:
+        if self._stays(step):
+            self._step = step
             return False
         before = self._of
         self._assign(step)
@@ -62,6 +63,10 @@ class ChangingCompressors(Compressors):
             if unit not in self._owing and before[unit].remembers(unit):
                 self._hand_over(unit, before[unit], sites)
         return bool(changed)
+
+    def _stays(self, step: int) -> bool:
+        """True if a step has the compressors of the last one."""
+        return step == self._step
 
     def _hand_over(self, unit: Unit, old: ResidualStore, sites: int) -> None:
         new = self._of[unit]

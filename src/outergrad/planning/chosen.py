@@ -38,12 +38,8 @@ class ChosenCompressors(ChangingCompressors):
         owing = tuple(unit in self._owing for unit in self._of) if self._owing else ()
         return [self._assigned, owing, *(compressor.phase for compressor, _ in self._units_of)]
 
-    def begin(self, step: int, sites: int) -> bool:
-        """Assigns the compressors of a step; most steps have the assignment of the last one."""
-        if self._chooser.same(step, self._step):
-            self._step = step
-            return False
-        return super().begin(step, sites)
+    def _stays(self, step: int) -> bool:
+        return self._chooser.same(step, self._step)
 
     def next_of(self, unit: Unit) -> Compressor:
         """Returns the compressor of the unit in the next step."""

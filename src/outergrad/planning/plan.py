@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -79,11 +79,18 @@ class Planner:
         model: the trainable part of the model.
         compressors: compressors of its units.
         cost: cost model of the transport.
+        units: units whose steps end with those of the model; those of the model by default.
     """
 
-    def __init__(self, model: Model, compressors: Compressors, cost: CostModel) -> None:
+    def __init__(
+        self,
+        model: Model,
+        compressors: Compressors,
+        cost: CostModel,
+        units: Iterable[Unit] | None = None,
+    ) -> None:
         self._model, self._compressors = model, compressors
-        self._units = frozenset(model.units)
+        self._units = frozenset(model.units if units is None else units)
         self._index = model.index
         self._has_autograd_grad: set[Unit] = set()
         """Units that travel dense: autograd has a gradient for them besides their factors."""

@@ -32,6 +32,9 @@ class OneRank:
 
     Args:
         comm: transport to the other sites.
+        number: the rank that reports and errors name; the site's by default.
+        count: the number of ranks on all sites; that of the sites by default.
+        always: True if gradients are shared even if there is one rank in all.
 
     Attributes:
         number: the rank that reports and errors name.
@@ -44,9 +47,18 @@ class OneRank:
     repeats = True
     watches_backwards = True
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm, self.number, self.count = comm, comm.rank, comm.world_size
-        self.several = self.count > 1
+    def __init__(
+        self,
+        comm: Comm,
+        number: int | None = None,
+        count: int | None = None,
+        *,
+        always: bool = False,
+    ) -> None:
+        self._comm = comm
+        self.number = comm.rank if number is None else number
+        self.count = comm.world_size if count is None else count
+        self.several = self.count > 1 or always
 
     def report(self, reporter: Reporter) -> None:
         """Begins to report for this site."""

@@ -47,7 +47,7 @@ def test_two_sessions_of_one_process_share_the_line():
             og.distribute(model, og.DAD(), transport=transport)
             for model, transport in zip(models, others, strict=True)
         ]
-        assert sessions[0]._comm.key is sessions[1]._comm.key
+        assert sessions[0]._at.comm.key is sessions[1]._at.comm.key
         found = [next(train(model, rank)) for model in models]
         for session in sessions:
             session.detach()

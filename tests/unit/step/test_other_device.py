@@ -55,7 +55,7 @@ ALLOWED = {
         "methods/low_rank/sketches.py:Subspace._adapted",
     ],
     "LAPACK's decompositions say whether they failed": [
-        "linalg/ritz.py:rayleigh_ritz",
+        "linalg/power.py:rayleigh_ritz",
         "linalg/small_core.py:small_core",
         "linalg/subspace.py:warm_iteration",
         "linalg/orthonormal.py:principal",
@@ -66,7 +66,7 @@ ALLOWED = {
         "linalg/low_rank.py:_times",
         "linalg/orthonormal.py:cholesky_qr2",
         "linalg/product.py:_scaled",
-        "linalg/ritz.py:without_void",
+        "linalg/power.py:without_void",
         "linalg/subspace.py:start",
         "methods/low_rank/alternating.py:AlternatingSketches.begin",
         "methods/low_rank/alternating.py:AlternatingSketches.end",
@@ -84,7 +84,7 @@ ALLOWED = {
         "linalg/selection.py:random_k",
     ],
     "fixed numbers are made on the host once, and kept on the device": [
-        "linalg/probe.py:_probe_of_power",
+        "linalg/power.py:_probe_of_power",
         "replay/fingerprint.py:_vector",
     ],
 }

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from outergrad.core.coding import Codecs, drops
 from outergrad.core.payload import EncodedRows
-from outergrad.core.reasons import AutoWay
 from outergrad.core.step_size import Whole
 from outergrad.core.transport import Capability
 from outergrad.core.types import (
@@ -191,7 +190,7 @@ class LowRankCompressor(LowRankRouting):
         known = self.auto_way and self.auto_way.way
         can = way != Route.TWO_WAY.value or self._owns
         if way is not None and can and inheritance.same_sites and Route(way) != known:
-            self.auto_way = AutoWay(way=Route(way))
+            self._resume_way(Route(way))
         sketches = self._low_rank_route(len(inheritance.predecessors)) == Route.REDUCE
         start = inheritance.first if sketches else inheritance.like
         self._memories.load(inheritance, start)

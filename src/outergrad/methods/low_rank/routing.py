@@ -124,6 +124,10 @@ class LowRankRouting(Compressor):
             return 0.0
         return (dense - self._sizes.biases(unit.slots)) / sum(map(self._sizes.row, unit.slots))
 
+    def _resume_way(self, way: Route) -> None:
+        """Keeps the route of a saved state."""
+        self.auto_way = AutoWay(way=way)
+
     def _low_rank_route(self, sites: int) -> Route:
         if self._settings.way is not None:
             return self._settings.way

@@ -56,10 +56,6 @@ class Subspace(Sketches):
         """Returns the sketch flattened, without the norm that a tolerance appends to it."""
         return sketch.flatten()[: sketch.numel() - bool(self._settings.tolerance)]
 
-    def forget(self) -> None:
-        """Drops the unfinished state of a discarded step."""
-        raise NotImplementedError
-
     def _adapted(self, z_GWK: Tensor, rest_norm: Tensor) -> tuple[Tensor, int]:
         """Returns the leading directions first, and the smallest K that keeps to the tolerance.
 

@@ -200,8 +200,8 @@ class SharePlanner(Planner):
         own: Set[str] = frozenset(),
     ) -> None:
         self.between = part_of(shares[rank], shares[rank].params.keys() - own)
-        super().__init__(self.between, compressors, cost)
-        self._units = frozenset(unit for share in shares for unit in share.units)
+        units = [unit for share in shares for unit in share.units]
+        super().__init__(self.between, compressors, cost, units)
         self.shares, self._rank, self._own = shares, rank, own
         self.known: dict[Unit, Reason] = {}
         self._committed = True

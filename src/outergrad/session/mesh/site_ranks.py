@@ -46,13 +46,15 @@ class PooledRanks(OneRank):
     Args:
         levels: transports between the sites and inside this one.
         transform: changes the site's gradient before it is sent; None without one.
+        always: as for `OneRank`.
     """
 
     repeats = False  # a step of several ranks is more than its messages to other sites
 
-    def __init__(self, levels: Levels, transform: GradientTransform | None) -> None:
-        super().__init__(levels.site)
-        self.number, self.count, self.several = levels.number, levels.ranks, levels.ranks > 1
+    def __init__(
+        self, levels: Levels, transform: GradientTransform | None, *, always: bool = False
+    ) -> None:
+        super().__init__(levels.site, levels.number, levels.ranks, always=always)
         self._levels, self._transform = levels, transform
         self._parts: Sequence[Model] = ()
         self._local: Set[str] = frozenset()
@@ -224,8 +226,8 @@ class ShardedRanks(PooledRanks):
         shards: Shards,
         inspection: Inspection,
     ) -> None:
-        super().__init__(levels, transform)
-        self.several, self._shards = True, shards
+        super().__init__(levels, transform, always=True)
+        self._shards = shards
         self._trained = {name: shards.params[name] for name in inspection.model.params}
         self._frozen = {name: shards.params[name] for name in inspection.frozen}
         # Hooks of others are looked for at the nodes of now, which would go if nobody held them.
