@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hub_sites import HubSite, Told, sites_of_a_hub
-from outergrad.comm.standing import Standing
+from outergrad.comm.failure_report import FailureReport
 from outergrad.core.errors import BoardGoneError
 from outergrad.star.frames import Kind, MalformedError
 from outergrad.star.slots import asked
@@ -28,7 +28,7 @@ from outergrad.step.agreement import (
     word_slot,
 )
 from outergrad.step.board_requests import Farewell, First, Get, Gone, Put, Rest, Slot
-from outergrad.step.going_on import GOING_ON, GoesOn
+from outergrad.step.membership_record import GOING_ON, MembershipRecord
 
 MADE = 5
 """Steps that some sites have made, and others one less."""
@@ -226,7 +226,7 @@ def _honest(
     site: HubSite, count: int, missed: int, dice: random.Random, now: list, *, goes_on: bool
 ) -> Honest:
     made = dice.choice([MADE, MADE - 1])
-    word = Standing(made, made=made, sent=made < MADE or dice.random() < 0.5, gone=(missed,))
+    word = FailureReport(made, made=made, sent=made < MADE or dice.random() < 0.5, gone=(missed,))
     if dice.random() < 0.3:
         word = replace(word, gone=(), silent=(missed,), timed_out=True, waited_s=PATIENCE_S)
     kept = lambda number: TRUE if made == number == MADE else None  # noqa: E731
@@ -278,7 +278,7 @@ class Liar:
 
     def word(self, made: int = MADE, **about: Any) -> Callable[[], None]:
         """Its own word."""
-        told = Standing(made, made=made, **{"sent": True, **about})
+        told = FailureReport(made, made=made, **{"sent": True, **about})
         return self.first(word_slot(self.rank), told.text())
 
     def claims(self, made: int, content: bytes, digest: bytes | None = None) -> list:
@@ -307,7 +307,7 @@ class Liar:
 
     def in_the_name_of(self, rank: int) -> list:
         """Whatever another site would say."""
-        word = Standing(MADE + 3, made=MADE + 3).text()
+        word = FailureReport(MADE + 3, made=MADE + 3).text()
         pointing = f"{self.rank} 1 2".encode()
         return [
             self.first(word_slot(rank), word),
@@ -322,7 +322,7 @@ class Liar:
 
     def goes_on_with(self, ranks: list[int], made: int = MADE) -> Callable[[], None]:
         """As if all had agreed on it."""
-        return self.first(GOING_ON, GoesOn.proposed(made, ranks))
+        return self.first(GOING_ON, MembershipRecord.proposed(made, ranks))
 
 
 def _subsets(liar: Liar) -> list[list[int]]:
@@ -402,15 +402,15 @@ LIES: dict[str, Callable[[Liar], list]] = {
     "in another's name": lambda it: it.in_the_name_of(it.victim),
     "in everybody's name": lambda it: [x for rank in it.victims for x in it.in_the_name_of(rank)],
     "farewells: two faces": lambda it: [
-        it.text("exit", Standing(made, made=made, ended="process", why="x").text())
+        it.text("exit", FailureReport(made, made=made, ended="process", why="x").text())
         for made in (MADE, MADE - 1, MADE + 1)
     ],
     "farewells: and a word": lambda it: [
-        it.text("end/0", Standing(MADE - 1, made=MADE - 1, ended="session").text()),
+        it.text("end/0", FailureReport(MADE - 1, made=MADE - 1, ended="session").text()),
         *it.claims(MADE, FALSE),
     ],
     "farewells: and a later word": lambda it: [
-        it.text("end/0", Standing(MADE, made=MADE, ended="session").text()),
+        it.text("end/0", FailureReport(MADE, made=MADE, ended="session").text()),
         *[lambda: None] * 10,
         *it.claims(MADE + 1, FALSE),
     ],

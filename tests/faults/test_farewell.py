@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import outergrad as og
-from outergrad.comm.last_words import LastWords
-from outergrad.comm.standing import Standing
+from outergrad.comm.failure_mailbox import FailureMailbox
+from outergrad.comm.failure_report import FailureReport
 from outergrad.session import farewell as _farewell
 from outergrad.step.groups import Sessions, on_transport
 from ranks import run_ranks
@@ -162,13 +162,13 @@ def test_an_error_is_told_once_and_then_as_ever(hook):
         world_size, rank, host, key = 2, 1, 0, nn.Linear(1, 1)
 
         def notes(self, session):
-            return LastWords(store, 1, 2, session)
+            return FailureMailbox(store, 1, 2, session)
 
     comm, error = Comm(), ValueError("mine")
     _farewell.say_farewell(comm, 7)
     sys.excepthook(ValueError, error, None)
     assert hook == [(ValueError, error, None)]
-    left = Standing.of(store.get("outergrad/last_words/1/exit").decode())
+    left = FailureReport.of(store.get("outergrad/last_words/1/exit").decode())
     assert (left.why, left.ended) == ("ValueError: mine", "process")
     store.delete_key("outergrad/last_words/1/exit")
     on_transport(comm.key).lost = og.SiteLostError("", (0,), 0, "")
@@ -179,7 +179,7 @@ def test_an_error_is_told_once_and_then_as_ever(hook):
 
 def test_a_forked_process_leaves_no_word(hook, monkeypatch):
     store, sessions = dist.HashStore(), Sessions()
-    farewell = _farewell.Farewell(sessions, LastWords(store, 0, 2, 7), 7)
+    farewell = _farewell.Farewell(sessions, FailureMailbox(store, 0, 2, 7), 7)
     before = store.num_keys()
     monkeypatch.setattr(os, "getpid", lambda: -1)
     farewell.end_session()

@@ -9,11 +9,11 @@ import torch
 from test_own_transport import build, train
 
 import outergrad as og
-from outergrad.comm.standing import Standing
+from outergrad.comm.failure_report import FailureReport
 from outergrad.core.errors import BoardGoneError
 from outergrad.step.agreement import NOWHERE, THERE, digest_of, word_slot
-from outergrad.step.brought import Brought
-from outergrad.step.going_on import GOING_ON, GoesOn
+from outergrad.step.membership_record import GOING_ON, MembershipRecord
+from outergrad.step.step_result import StepResult
 from stars import hub, star
 
 LIAR, LIES_IN = 2, 1
@@ -22,12 +22,12 @@ LIAR, LIES_IN = 2, 1
 def forged(model):
     """What a step brought, made up."""
     means = {name: torch.full_like(p, 9.0) for name, p in model.named_parameters()}
-    return Brought(True, means).packed()
+    return StepResult(True, means).packed()
 
 
 def claims(board, made, model):
     content = forged(model)
-    board.first(word_slot(LIAR), Standing(made, made=made, sent=True, gone=(0,)).text())
+    board.first(word_slot(LIAR), FailureReport(made, made=made, sent=True, gone=(0,)).text())
     board.first(f"brought {made} {LIAR}", digest_of(content))
     board.put(f"step {made} {LIAR}", content)
     board.first(f"way to {made}", THERE)
@@ -39,9 +39,9 @@ LIES = {
     "a step more": lambda board, made, model: claims(board, made + 1, model),
     "many steps more": lambda board, made, model: claims(board, made + 7, model),
     "nowhere": lambda board, made, model: board.first(f"way to {made}", NOWHERE),
-    "another's word": lambda board, made, model: board.first(word_slot(0), Standing(9).text()),
+    "another's word": lambda board, made, model: board.first(word_slot(0), FailureReport(9).text()),
     "who goes on": lambda board, made, model: board.first(
-        GOING_ON, GoesOn.proposed(made, [1, LIAR])
+        GOING_ON, MembershipRecord.proposed(made, [1, LIAR])
     ),
 }
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import outergrad as og
 from cases import mlp
-from outergrad.comm import last_words
-from outergrad.comm.last_words import LastWords
+from outergrad.comm import failure_mailbox as last_words
+from outergrad.comm.failure_mailbox import FailureMailbox
 from outergrad.comm.torch import TorchComm
 from ranks import run_ranks
 
@@ -102,7 +102,7 @@ class Stopped:
 def test_a_store_that_stands_still_costs_its_limit_once(monkeypatch):
     monkeypatch.setattr(last_words, "_LIMIT_S", 0.3)
     store = Stopped()
-    words, began = LastWords(store, 1, 4), time.monotonic()
+    words, began = FailureMailbox(store, 1, 4), time.monotonic()
     words.leave("mine")
     assert words.gather(lambda texts: False, patience_s=10.0) is None
     assert time.monotonic() - began < 2.0
@@ -113,7 +113,7 @@ def test_a_store_that_stands_still_costs_its_limit_once(monkeypatch):
 def test_who_leaves_stays_until_the_others_have_read():
     """The store may end with its process."""
     store = dist.HashStore()
-    first, second = (LastWords(store, rank, 2) for rank in range(2))
+    first, second = (FailureMailbox(store, rank, 2) for rank in range(2))
     done = []
 
     def enough(texts):

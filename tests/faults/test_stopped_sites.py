@@ -22,7 +22,7 @@ from cases import mlp
 from forked import IMPORTED, _Context
 from outergrad.launch.loopback import stay_on_loopback
 from outergrad.launch.simulate import gloo_group
-from outergrad.step.late_votes import LateVotes
+from outergrad.step.deferred_votes import DeferredVotes
 from outergrad.step.watcher import Watcher
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -64,7 +64,7 @@ def site(rank: int, folder: Path, method: str, place: str) -> None:
     session = og.distribute(model, METHODS[method], group=group, timeout=TIMEOUT_S)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     if place == "makes":
-        stops_before(LateVotes, "make", due)
+        stops_before(DeferredVotes, "make", due)
     lost = None
     for step in range(STEP + 6):
         optimizer.zero_grad()

@@ -21,9 +21,9 @@ from cases import METHODS, mlp
 from covering import covering
 from outergrad.comm.board import StoreBoard
 from outergrad.core.errors import BoardGoneError, ExchangeError, Failure
-from outergrad.step.brought import Brought
+from outergrad.step.commit_participant import CommitParticipant
 from outergrad.step.groups import on_transport
-from outergrad.step.pact import Pact
+from outergrad.step.step_result import StepResult
 from outergrad.step.watcher import POLL_S, Watcher
 from ranks import run_ranks
 
@@ -99,32 +99,32 @@ def test_what_a_step_brought_is_read_as_it_was():
     means = {"a": torch.randn(3, 2), "b": torch.randn(0, 2)}
     added = {"c": torch.randn(4).bfloat16(), "d": torch.randn((), dtype=torch.float64)}
     buffers = {"n": torch.tensor(3)}
-    found = Brought.of(Brought(True, means, added, buffers).packed())
+    found = StepResult.of(StepResult(True, means, added, buffers).packed())
     assert found is not None
     assert found.applied
     for part, same in ((means, found.means), (added, found.additions), (buffers, found.buffers)):
         assert list(part) == list(same)
         assert all(torch.equal(part[n], same[n]) and part[n].dtype == same[n].dtype for n in part)
-    void = Brought.of(Brought(False).packed())
+    void = StepResult.of(StepResult(False).packed())
     assert void is not None
     assert not void.applied
 
 
 def test_what_cannot_be_read_is_as_if_nothing_were_there():
-    content = Brought(True, {"a": torch.ones(3)}).packed()
+    content = StepResult(True, {"a": torch.ones(3)}).packed()
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
         damaged = bytearray(content)
         place = int(torch.randint(len(content), (), generator=generator))
         damaged[place] ^= 1 << int(torch.randint(8, (), generator=generator))
-        found = Brought.of(bytes(damaged))
+        found = StepResult.of(bytes(damaged))
         assert (
             found is None
             or set(found.means) != {"a"}
             or torch.equal(found.means["a"], torch.ones(3))
         )
-    assert Brought.of(b"") is None
-    assert Brought.of(content[:20]) is None
+    assert StepResult.of(b"") is None
+    assert StepResult.of(content[:20]) is None
 
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp", "prefix"])
@@ -209,7 +209,7 @@ def test_a_watcher_looks_without_beginning_threads(monkeypatch):
         looks.release()
 
     monkeypatch.setattr(StoreBoard, "_read", lambda board, key: board._limited(partial(look, key)))
-    watcher = Watcher(comm, Pact(), {})
+    watcher = Watcher(comm, CommitParticipant(), {})
     starters = []
     begin = threading.Thread.start
 
@@ -227,7 +227,7 @@ def test_a_watcher_looks_without_beginning_threads(monkeypatch):
 
 def test_a_watcher_ends_when_no_transport_is_left():
     first, second = (Looked(dist.HashStore()) for _ in range(2))
-    watcher = Watcher(first, Pact(), {})
+    watcher = Watcher(first, CommitParticipant(), {})
     assert watcher.takes(second)
     del first
     watcher._thread.join(3 * POLL_S)

@@ -16,8 +16,8 @@ from torch.optim import SGD
 
 import outergrad as og
 from cases import mlp
-from outergrad.comm.last_words import LastWords
-from outergrad.comm.standing import LastStep, Standing
+from outergrad.comm.failure_mailbox import FailureMailbox
+from outergrad.comm.failure_report import FailureReport, LastStep
 from outergrad.step.lost import Findings, find_out, lost_error
 from ranks import run_ranks
 
@@ -36,7 +36,7 @@ class StoreComm:
         self.rank, self.world_size, self.patience_s, self._store = rank, sites, patience_s, store
 
     def give_up(self, text, final, enough, patience_s, session=0):
-        words = LastWords(self._store, self.rank, self.world_size, session)
+        words = FailureMailbox(self._store, self.rank, self.world_size, session)
         words.leave(text)
         return words.gather(enough, patience_s, final)
 
@@ -44,20 +44,20 @@ class StoreComm:
 def voted(gone=(), silent=(), **about):
     """Of a site that has said that step STEP may count, and lost others then."""
     ends = {SESSION: LastStep(STEP, True)}
-    return Standing(STEP, SESSION, voted=True, gone=gone, silent=silent, ends=ends, **about)
+    return FailureReport(STEP, SESSION, voted=True, gone=gone, silent=silent, ends=ends, **about)
 
 
 def at(steps, session=SESSION, *, counted=True, **about):
     """Of a site that has made so many steps."""
-    return Standing(steps, session, ends={session: LastStep(steps, counted)}, **about)
+    return FailureReport(steps, session, ends={session: LastStep(steps, counted)}, **about)
 
 
 def found_by_site_0(standing, others, monkeypatch, at_exit=(), at_end=()):
     """What it finds, where the others have left this."""
-    monkeypatch.setattr("outergrad.comm.last_words._LIMIT_S", 0.1)
+    monkeypatch.setattr("outergrad.comm.failure_mailbox._LIMIT_S", 0.1)
     store = dist.HashStore()
     for site, text in others.items():
-        words = LastWords(store, site, 3, SESSION)
+        words = FailureMailbox(store, site, 3, SESSION)
         if site in (*at_exit, *at_end):
             words.leave_at_end(text, of_process=site in at_exit)
         else:
@@ -117,7 +117,7 @@ def test_steps_of_another_session_tell_nothing(monkeypatch):
 def test_who_stays_a_step_behind_is_named(monkeypatch):
     """Site 2 stopped looking for the others' words before this one left its own."""
     late = replace(voted(gone=(1,)), settled=True).text()
-    standing = Standing(STEP + 1, SESSION, gone=(2,), ends={SESSION: LastStep(STEP + 1, True)})
+    standing = FailureReport(STEP + 1, SESSION, gone=(2,), ends={SESSION: LastStep(STEP + 1, True)})
     found = found_by_site_0(standing, {1: at(STEP + 1, gone=(2,)).text(), 2: late}, monkeypatch)
     assert found.certain
     assert found.may_differ == (2,)
@@ -128,7 +128,7 @@ def test_who_stays_a_step_behind_in_another_session_is_named(monkeypatch):
     late = replace(voted(gone=(1,)), settled=True)
     late = replace(late, ends={**late.ends, OTHER: LastStep(0)}).text()
     ends = {SESSION: LastStep(STEP + 1, True), OTHER: LastStep(0)}
-    found = found_by_site_0(Standing(0, OTHER, gone=(2,), ends=ends), {2: late}, monkeypatch)
+    found = found_by_site_0(FailureReport(0, OTHER, gone=(2,), ends=ends), {2: late}, monkeypatch)
     assert 2 in found.may_differ
 
 
@@ -151,7 +151,7 @@ def test_what_cannot_be_read_is_as_if_nothing_were_known(monkeypatch, text):
 
 
 def test_whose_program_raised_is_told_in_its_own_words(monkeypatch):
-    others = {1: Standing(0, why="ValueError: no rows\x1b[2J", ended="process").text()}
+    others = {1: FailureReport(0, why="ValueError: no rows\x1b[2J", ended="process").text()}
     found = found_by_site_0(at(STEP, gone=(1,)), others, monkeypatch, at_exit=(1,))
     assert found.lost == (1,)
     assert "site 1 left word that it ended with ValueError: no rows [2J" in words_of(found)
@@ -160,10 +160,10 @@ def test_whose_program_raised_is_told_in_its_own_words(monkeypatch):
 @pytest.mark.parametrize("seed", range(12))
 def test_of_two_sites_that_differ_the_one_behind_or_both_know(seed, monkeypatch):
     """Site 1 has applied the step and gives up about when the patience of site 0 ends."""
-    monkeypatch.setattr("outergrad.comm.last_words._LIMIT_S", 0.1)
+    monkeypatch.setattr("outergrad.comm.failure_mailbox._LIMIT_S", 0.1)
     store, found = dist.HashStore(), {}
     late_s = 0.3 + random.Random(seed).uniform(-0.02, 0.06)
-    ahead = Standing(STEP + 1, SESSION, gone=(2,), ends={SESSION: LastStep(STEP + 1, True)})
+    ahead = FailureReport(STEP + 1, SESSION, gone=(2,), ends={SESSION: LastStep(STEP + 1, True)})
 
     def give_up(rank, standing, after_s):
         time.sleep(after_s)
@@ -328,7 +328,7 @@ def test_two_models_on_one_group_are_not_taken_for_each_other(faulty):
 def test_a_site_that_wakes_a_step_ahead_of_those_that_gave_it_up_is_not_certain(monkeypatch):
     """Without a board they leave at once, and nobody tells them that the step was made."""
     left = {n: at(STEP, silent=(0,), timed_out=True).text() for n in (1, 2)}
-    ahead = Standing(STEP + 1, SESSION, gone=(1, 2), ends={SESSION: LastStep(STEP + 1, True)})
+    ahead = FailureReport(STEP + 1, SESSION, gone=(1, 2), ends={SESSION: LastStep(STEP + 1, True)})
     found = found_by_site_0(ahead, left, monkeypatch)
     error = lost_error(0, STEP + 1, "votes", RuntimeError("closed"), found)
     assert (error.certain, error.may_differ) == (False, (1, 2))

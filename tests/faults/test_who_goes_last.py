@@ -17,7 +17,7 @@ from torch import nn
 
 import outergrad as og
 from cases import mlp
-from outergrad.comm.standing import Standing
+from outergrad.comm.failure_report import FailureReport
 from outergrad.comm.store_host import ends_with_a_site
 from outergrad.step.digests import Digests
 from outergrad.step.groups import on_transport
@@ -117,8 +117,8 @@ def test_the_host_waits_no_longer_than_for_a_message(faulty_transport):
         session = trained(rank, group, timeout=1.0)
         if rank == 1:
             on_transport(group).end_watching()
-            pact = on_transport(group).pact
-            Digests(1, 2, pact.made, pact.told).tell(session._at.comm.board)
+            participant = on_transport(group).participant
+            Digests(1, 2, participant.made, participant.told).tell(session._at.comm.board)
             gone.set()
             return 0.0
         assert gone.wait(10.0)
@@ -130,9 +130,9 @@ def test_the_host_waits_no_longer_than_for_a_message(faulty_transport):
 
 
 def test_what_a_site_received_stands_in_the_word_of_its_end():
-    word = Standing(5, made=5, ended="session", digests={11: (1 << 61) - 2, 12: 0})
-    assert Standing.of(word.text()) == word
-    assert Standing.of(word.text().replace('"12": 0', '"12": -1')) is None
+    word = FailureReport(5, made=5, ended="session", digests={11: (1 << 61) - 2, 12: 0})
+    assert FailureReport.of(word.text()) == word
+    assert FailureReport.of(word.text().replace('"12": 0', '"12": -1')) is None
 
 
 @pytest.mark.parametrize("own", [True, False])

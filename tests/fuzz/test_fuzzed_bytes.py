@@ -44,7 +44,7 @@ from outergrad.messages.wire import Piece, Preamble, State, read_all
 from outergrad.replay import block_message as _block_message
 from outergrad.session import made_equal as _made_equal
 from outergrad.session.attach import attach
-from outergrad.session.mesh.rank_reports import Fate, Report, reasons_text, told_reasons
+from outergrad.session.mesh.rank_reports import RankStatus, Report, reasons_text, told_reasons
 from outergrad.step.buffer_message import BufferMessage
 from outergrad.step.buffers import SharedBuffers
 from outergrad.step.joint import JointStep, Point
@@ -171,13 +171,13 @@ def report() -> Target:
 
     def read(t: Tensor) -> None:
         found = Report.parse(as_words(t), expected, 1)
-        assert isinstance(found.fate, Fate)
+        assert isinstance(found.fate, RankStatus)
         assert len(found.has_autograd_grad) == len(HEADER.used)
 
     def seal(t: Tensor) -> None:
         seal_header(t[: 8 * HEADER.length])
 
-    words = Report(HEADER, Fate.GOOD, (False,) * 70).words()
+    words = Report(HEADER, RankStatus.GOOD, (False,) * 70).words()
     return Target([as_bytes(words)], read, seal, 7_000)
 
 

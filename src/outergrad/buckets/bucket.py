@@ -94,7 +94,7 @@ class Load:
         return () if self.tapped else self.unit.vectors
 
 
-class Carried(Bucket):
+class UnitBucket(Bucket):
     """A bucket of units; its content is the same on every site.
 
     Attributes:

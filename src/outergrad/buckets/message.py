@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from outergrad.buckets.bucket import Carried, Load, StepContext
+from outergrad.buckets.bucket import Load, StepContext, UnitBucket
 from outergrad.core.blocks import Block
 from outergrad.core.coding import Codecs
 from outergrad.core.compressor import Compressor
@@ -39,7 +39,7 @@ class _Agreed(NamedTuple):
     kind: tuple[torch.dtype, torch.dtype | None, Codecs, Form]
 
 
-class RowBucket(Carried):
+class RowBucket(UnitBucket):
     """A bucket of units that are sent as factors.
 
     Args:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from outergrad.buckets.bucket import Carried, Load, Pending, Result, StepContext
+from outergrad.buckets.bucket import Load, Pending, Result, StepContext, UnitBucket
 from outergrad.core.coding import sum_dtype
 from outergrad.core.compressor import Compressor
 from outergrad.core.transport import Comm, Work
@@ -25,7 +25,7 @@ from outergrad.record.stats import Booking
 _Shape = Callable[[Slot], tuple[int, ...]]
 
 
-class SketchBucket(Carried):
+class SketchBucket(UnitBucket):
     """Units of one dtype whose sketches are summed over the sites, with vectors uncompressed.
 
     Args:

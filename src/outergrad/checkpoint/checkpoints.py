@@ -20,10 +20,10 @@ from outergrad.checkpoint import claims
 from outergrad.checkpoint import folder as files
 from outergrad.checkpoint.choose import Allowed, Overview
 from outergrad.checkpoint.folder import DamagedError, Save
-from outergrad.checkpoint.going_on import GoingOn, found_by_all
 from outergrad.checkpoint.messaging import gathered
 from outergrad.checkpoint.parts import Parts, Saveable, set_random_state
 from outergrad.checkpoint.restored import Restored
+from outergrad.checkpoint.resume import GoingOn, found_by_all
 from outergrad.checkpoint.writer import Writer
 from outergrad.comm.agree import agree
 from outergrad.comm.process_group import TorchDistributed

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any, TypeVar
 
-from outergrad.comm.last_words import AT_END, AT_EXIT
+from outergrad.comm.failure_mailbox import AT_END, AT_EXIT
 from outergrad.core.errors import BoardGoneError
 from outergrad.core.transport import Board
 

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 from outergrad.comm.backends import has_backend, is_gloo, store_of
 from outergrad.comm.board import StoreBoard
 from outergrad.comm.cost import ADDED_BYTES, RingCost
-from outergrad.comm.last_words import LastWords
+from outergrad.comm.failure_mailbox import FailureMailbox
 from outergrad.comm.pace import AN_INSTANT, Pace
 from outergrad.comm.store_host import USUAL_HOST, ends_with
 from outergrad.comm.tags import CLOSING_TAG, SUMS_LANE, tag_of
@@ -274,18 +274,18 @@ class TorchComm(Comm):
         self.close()
         return words.gather(enough, patience_s, final)
 
-    def notes(self, session: int) -> LastWords | None:
+    def notes(self, session: int) -> FailureMailbox | None:
         """Returns the mailbox for farewells, which waits only briefly; None without a store."""
         return self._last_words(session, _BRIEFLY_S)
 
-    def _last_words(self, session: int, limit_s: float | None = None) -> LastWords | None:
+    def _last_words(self, session: int, limit_s: float | None = None) -> FailureMailbox | None:
         """Returns the mailbox of the group, or of its mesh; None if the sites share no store."""
         if self.mesh is not None and self.mesh.has_place:
             return self.mesh.words(session, limit_s)
         store = store_of(self.group) if self._store is None else self._store
         if store is None:
             return None
-        return LastWords(store, self.rank, self.world_size, session, limit_s)
+        return FailureMailbox(store, self.rank, self.world_size, session, limit_s)
 
     def close(self) -> None:
         """Closes all connections, so that the other sites notice the end at once.

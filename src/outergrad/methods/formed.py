@@ -32,7 +32,7 @@ from outergrad.methods.common import FLOAT_BYTES, dense_bytes
 from outergrad.methods.residuals import ByPlace, inherited_residual, saved_residual
 
 
-class OfFormed(Compressor):
+class MatrixCompressor(Compressor):
     """Sends a payload of formed gradients where it is fewer bytes than the dense gradient.
 
     Vectors travel whole. A subclass defines the payload by `sent_rows`, `payload_bytes`, `compress`
@@ -70,7 +70,7 @@ class OfFormed(Compressor):
         return self.forced or shared < dense_bytes(unit, cost)
 
 
-class FormedCompressor(OfFormed):
+class FormedCompressor(MatrixCompressor):
     """Sends a payload of each formed gradient; error feedback adds its error to the next gradient.
 
     A subclass gives the `form` of its payload and writes `encode` and `reveals`. It also writes

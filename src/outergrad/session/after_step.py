@@ -102,7 +102,7 @@ class Aftermath:
         """Returns the count of steps; a void one, behind which others continue, does not count."""
         at = self._at
         is_void = step.decision is None and at.lost_step is not None
-        if is_void and at.group.pact.opens is not None:
+        if is_void and at.group.participant.opens is not None:
             return at.stats.step
         return at.stats.step + 1
 

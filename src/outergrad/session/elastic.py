@@ -36,8 +36,8 @@ class Elastic:
     from what they have agreed on. The training loop is told in the step that does not count, or,
     on a site that had not begun it, when it begins. The next step continues with the others.
 
-    Sites that come are admitted before a step that all agree on (`step/pact.py`); nobody leaves the
-    transport of before until all have made the same steps.
+    Sites that come are admitted before a step that all agree on (`step/commit_participant.py`);
+    nobody leaves the transport of before until all have made the same steps.
 
     Args:
         session: the session, as its group knows it.
@@ -101,7 +101,7 @@ class Elastic:
 
     def _refuse_lost(self) -> None:
         self._failure.poll_abort()
-        while self._at.group.pact.opens is not None:  # more sites may be lost meanwhile
+        while self._at.group.participant.opens is not None:  # more sites may be lost meanwhile
             self._go_on()
         refuse_lost(self._at.comm.key)
 
@@ -110,7 +110,7 @@ class Elastic:
     def _go_on(self) -> None:
         """Moves all sessions of the transport, between two steps."""
         before, key = self._at.group, self._at.comm
-        opens, before.pact.opens = before.pact.opens, None
+        opens, before.participant.opens = before.participant.opens, None
         assert opens is not None
         sessions = {self._session, *before.attached}
         try:
@@ -156,12 +156,12 @@ class Elastic:
         """Leaves the transport if others have come, and this is the step before which they join."""
         if self._at.comm.min_sites is None:
             return
-        pact = self._at.group.pact
+        participant = self._at.group.participant
         with self._failure.guard_between("the other sites, before more take part"):
             try:
-                if pact.is_turn(self._at.comm):
+                if participant.is_turn(self._at.comm):
                     self._barrier.settle_with_all()
-                    pact.turn(self._at.comm)
+                    participant.turn(self._at.comm)
             except BoardGoneError as error:
                 raise ExchangeError(str(error), kind=Failure.LOCAL) from error
 

@@ -33,9 +33,9 @@ from outergrad.step import param_grad
 from outergrad.step.accumulator import Accumulator
 from outergrad.step.cadence import Cadence, DueParts, Share
 from outergrad.step.captured import Captured
+from outergrad.step.deferred_votes import DeferredVotes
 from outergrad.step.header_builder import Announced, HeaderBuilder, Loop
 from outergrad.step.joint import JointParts, JointStep, Point, described
-from outergrad.step.late_votes import LateVotes
 from outergrad.step.mishaps import Mishaps
 from outergrad.step.repeated import RepeatedStep
 from outergrad.step.spec import StepSpec
@@ -109,7 +109,7 @@ class Exchange:
         self.joint = (
             JointParts(inspection.joint_parts, on_joint) if inspection.joint_parts else None
         )
-        self.attendance, self.votes = Attendance(), LateVotes()
+        self.attendance, self.votes = Attendance(), DeferredVotes()
         self.unshared: set[str] = set()
         self.chosen: dict[Unit, Reason] = {}
         self.owner = Owner(settings.method, model, at.comm.rank, at.comm.world_size, (*self.local,))
@@ -211,7 +211,7 @@ class Exchange:
             "reading": self._reporter.reading(self._at.stats.step),
             "buffers": self.buffers,
             "skips_bad": self._mishaps.skips_bad,
-            "pact": self._at.pact,
+            "participant": self._at.participant,
             "votes": self.votes,
         }
         spec = StepSpec(comm=self._at.comm, header=header, **(own | about))

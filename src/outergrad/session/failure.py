@@ -10,11 +10,11 @@ from outergrad.core.errors import ExchangeError, Failure, SiteLostError, SitesCh
 from outergrad.session.core import Core
 from outergrad.step import param_grad
 from outergrad.step.agreement import Outcome
-from outergrad.step.brought import Brought
 from outergrad.step.commit import Decision
 from outergrad.step.groups import give_up, note_lost
 from outergrad.step.lost import Findings, standing_of
 from outergrad.step.step import SharedStep
+from outergrad.step.step_result import StepResult
 
 
 class FailureHandler:
@@ -105,7 +105,7 @@ class FailureHandler:
 
     def poll_abort(self) -> None:
         """Notes that the other sites aborted while this one computed."""
-        if self._at.group.pact.frozen and not self._at.is_lost:
+        if self._at.group.participant.frozen and not self._at.is_lost:
             error = ExchangeError("the other sites gave up", kind=Failure.CLOSED)
             self.lose_between(error, "the others")
 
@@ -141,7 +141,7 @@ class FailureHandler:
 
     def _taken(self, outcome: Outcome) -> Findings:
         """Applies the result of a step that another site has made and this one lacks."""
-        found, brought = outcome.findings, Brought.of(outcome.content)
+        found, brought = outcome.findings, StepResult.of(outcome.content)
         step = self._running.shared
         try:
             if brought is not None and brought.applied and step is not None:
@@ -156,8 +156,8 @@ class FailureHandler:
 
     def _stay_behind(self) -> None:
         """Leaves the remaining sites, which may continue without this one."""
-        pact = self._at.group.pact
-        opens, pact.opens = pact.opens, None
+        participant = self._at.group.participant
+        opens, participant.opens = participant.opens, None
         if opens is not None:
             with suppress(RuntimeError):
                 opens().close()

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
-from outergrad.comm.standing import Standing
+from outergrad.comm.failure_report import FailureReport
 from outergrad.core.transport import Comm, Notes
 from outergrad.star.transport import leave_all_stars
 from outergrad.step.groups import Sessions, on_transport
@@ -121,9 +121,10 @@ class Farewell:
             return False
         # len() of the weak set may still count a session that is being collected.
         goes_on = ended == "session" and any(True for _ in self._group.attached)
-        pact, about = self._group.pact, {"goes_on": goes_on, "why": why, "ended": ended}
-        known = {"ends": self._group.ends, "made": pact.made, "digests": pact.told}
-        standing = Standing(0, self._session, **known, **about)
+        participant = self._group.participant
+        about = {"goes_on": goes_on, "why": why, "ended": ended}
+        known = {"ends": self._group.ends, "made": participant.made, "digests": participant.told}
+        standing = FailureReport(0, self._session, **known, **about)
         self._notes.leave_at_end(standing.text(), of_process=ended == "process")
         return True
 

@@ -7,31 +7,31 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from outergrad.comm.standing import Standing
+from outergrad.comm.failure_report import FailureReport
 from outergrad.core.errors import BoardGoneError, DriftError, ExchangeError, Failure, SiteLostError
 from outergrad.core.transport import Board, Comm
 from outergrad.session.core import Core
 from outergrad.session.failure import FailureHandler
 from outergrad.step.agreement import ANSWERS_S, STAYS_S
-from outergrad.step.asking import ALL, MADE, Question, ask
+from outergrad.step.commit_participant import CommitParticipant, is_in_trouble
 from outergrad.step.digests import Digests
 from outergrad.step.lost import named
-from outergrad.step.pact import Pact, is_in_trouble
+from outergrad.step.peer_requests import ALL, MADE, Question, ask
 
-WordOf = Callable[[int], Standing | None]
+WordOf = Callable[[int], FailureReport | None]
 _POLL_S = 0.02
 _SOON_S = 0.05
 """Seconds until the others are asked: sites that end together need not be."""
 
 
 def heard_from_all(
-    comm: Comm, pact: Pact, word_of: WordOf, limit_s: float, stays_s: float
+    comm: Comm, participant: CommitParticipant, word_of: WordOf, limit_s: float, stays_s: float
 ) -> Digests:
     """Waits until all sites have made as many steps as this one.
 
     Args:
         comm: the transport, which has a board.
-        pact: commit participant of this site.
+        participant: commit participant of this site.
         word_of: returns what a site left that ended in order after as many steps.
         limit_s: seconds that this may take.
         stays_s: seconds that the site with the board then waits until the others have read.
@@ -45,7 +45,7 @@ def heard_from_all(
     """
     board, began, is_asked = comm.board, time.monotonic(), False
     assert board is not None
-    digests = pact.digests_of_all(comm)
+    digests = participant.digests_of_all(comm)
     if digests.missing:
         digests.tell(board)
     while digests.missing:
@@ -57,7 +57,7 @@ def heard_from_all(
         if digests.missing and waited_s > limit_s:
             raise ExchangeError(Failure.TIMEOUT.value, digests.missing, kind=Failure.TIMEOUT)
         if digests.missing and waited_s > _SOON_S and not is_asked:
-            ask(board, Question(comm.rank, ALL, digests.made, MADE), pact.asked)
+            ask(board, Question(comm.rank, ALL, digests.made, MADE), participant.asked)
             is_asked = True
         if digests.missing:
             _refuse_trouble(board)
@@ -128,7 +128,7 @@ class FinalBarrier:
     def settle_at_exit(self) -> None:
         """Compares when Python ends, where other sites may have left: it aborts nothing."""
         group = self._at.group
-        if self._votes.is_settled or group.lost is not None or group.pact.frozen:
+        if self._votes.is_settled or group.lost is not None or group.participant.frozen:
             return
         told: DriftError | RuntimeWarning | None
         about, compared = self._votes.about, self._votes.are_compared
@@ -175,7 +175,7 @@ class FinalBarrier:
         """
         at = self._at
         try:
-            digests = heard_from_all(at.comm, at.group.pact, self._word_of, limit_s, stays_s)
+            digests = heard_from_all(at.comm, at.group.participant, self._word_of, limit_s, stays_s)
         except BoardGoneError as error:
             raise self._uncompared(error) from error
         return self._votes.compare(digests.of(at.number))
@@ -187,14 +187,14 @@ class FinalBarrier:
         told = f"{error}{who}, so that nothing can be compared"
         return ExchangeError(told, held, kind=Failure.LOCAL)
 
-    def _word_of(self, site: int) -> Standing | None:
+    def _word_of(self, site: int) -> FailureReport | None:
         """Returns the farewell of a site that ended in order, after as many steps as this one."""
-        board, made = self._at.comm.board, self._at.group.pact.made
+        board, made = self._at.comm.board, self._at.group.participant.made
         try:
             text = None if board is None else board.farewell(site, self._at.number)
         except BoardGoneError:
             return None
-        word = None if text is None else Standing.of(text)
+        word = None if text is None else FailureReport.of(text)
         in_order = word is not None and word.made == made and word.ended == "session"
         return word if in_order else None
 

@@ -246,8 +246,8 @@ class BackwardLoop:
 
     def _repeated(self, task: int, used: set[str]) -> RepeatedStep | None:
         """Begins a step that repeats the messages of the last one; None if it may differ."""
-        exchange, pattern, pact = self._exchange, self._pattern, self._at.pact
-        if pattern is None or pact is None or not self.synchronise or used != pattern.used:
+        exchange, pattern, participant = self._exchange, self._pattern, self._at.participant
+        if pattern is None or participant is None or not self.synchronise or used != pattern.used:
             return None
         number, group = self._at.stats.step, self._at.group
         alone = len(group.attached) == 1
@@ -260,7 +260,7 @@ class BackwardLoop:
         rests = pattern.rests and exchange.next_forward.rests
         if not rests and not exchange.header_builder.uses_as(pattern.own, used):
             return None
-        step = RepeatedStep(pattern, task, number, pact, exchange.votes, group.turns)
+        step = RepeatedStep(pattern, task, number, participant, exchange.votes, group.turns)
         group.running.append(self)
         self._running.begin(step, planned=partial(self._planned, step))
         self.counted_task, self.on_counted = task, step.on_ready

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from outergrad.comm.standing import LastStep
+from outergrad.comm.failure_report import LastStep
 from outergrad.core.transport import Comm
 from outergrad.record.stats import Stats
+from outergrad.step.commit_participant import CommitParticipant
 from outergrad.step.groups import on_transport
-from outergrad.step.pact import Pact
 
 
 class Membership:
@@ -40,9 +40,9 @@ class Membership:
         return [site for site in range(self.comm.world_size) if site != self.comm.rank]
 
     @property
-    def pact(self) -> Pact | None:
+    def participant(self) -> CommitParticipant | None:
         """Commit participant of this site; None if the transport has no board."""
-        return None if self.comm.board is None else self.group.pact
+        return None if self.comm.board is None else self.group.participant
 
     @property
     def is_lost(self) -> bool:

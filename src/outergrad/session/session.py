@@ -57,10 +57,10 @@ from outergrad.session.transform_checks import noted, units_shown
 from outergrad.session.uneven_loops import UnevenLoops
 from outergrad.session.usual_method import usual_noted
 from outergrad.step.cadence import Share
+from outergrad.step.commit_participant import is_in_trouble
 from outergrad.step.groups import end_unfinished, lost_sites_told
 from outergrad.step.joint import Point
 from outergrad.step.mishaps import Mishaps
-from outergrad.step.pact import is_in_trouble
 from outergrad.step.tentative import Tentative
 
 _LOG = logging.getLogger("outergrad")
@@ -508,7 +508,7 @@ class Session:
         group, board = self._at.group, self._at.comm.board
         if not group.attached:
             group.end_watching()
-        if board is None or group.lost is not None or group.pact.made == 0:
+        if board is None or group.lost is not None or group.participant.made == 0:
             return
         # Sites that abort after this find the farewell instead.
         with suppress(BoardGoneError, SiteLostError, SitesChangedError):

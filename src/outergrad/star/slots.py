@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from outergrad.comm.standing import Standing
+from outergrad.comm.failure_report import FailureReport
 from outergrad.star.frames import Frame, Kind, MalformedError
 
 MOST_BYTES = 1 << 30
@@ -211,7 +211,7 @@ class Slots:
     def _is_missed(self, rank: int) -> bool:
         """True if a site is gone or given up, or some site's word says that it was missed."""
         own = self._text(f"word {rank}")
-        if self._sites.is_gone(rank) or (own is not None and Standing.of(own) is None):
+        if self._sites.is_gone(rank) or (own is not None and FailureReport.of(own) is None):
             return True  # its word says that it was given up, or cannot be read
         sites = range(len(self._sites.names))
         words = {site: _facts_in(self._text(f"word {site}") or "") for site in sites}

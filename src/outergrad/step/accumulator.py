@@ -16,7 +16,7 @@ from outergrad.step import param_grad
 from outergrad.step.captured import Captured, CarriedOver, Pays, Rows, RowStore, is_whole, rows_of
 
 
-class Seals:
+class GradientWriteGuard:
     """Gradients as they were left in some parameters.
 
     Args:
@@ -25,7 +25,7 @@ class Seals:
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self.params = params
-        self._seals: dict[str, tuple[TensorWeakRef, int, Tensor]] = {}
+        self._guards: dict[str, tuple[TensorWeakRef, int, Tensor]] = {}
         self._altered: list[Tensor] = []
 
     def seal(self, names: Collection[str]) -> None:
@@ -33,7 +33,7 @@ class Seals:
         for name in names:
             gradient = self.params[name].grad
             assert gradient is not None
-            self._seals[name] = TensorWeakRef(gradient), gradient._version, _sums(gradient)
+            self._guards[name] = TensorWeakRef(gradient), gradient._version, _sums(gradient)
 
     def hold(self, names: Collection[str]) -> bool:
         """True if these gradients are as recorded, as far as can be told without waiting."""
@@ -49,7 +49,7 @@ class Seals:
         The version does not count writes through `.data`, by numpy or by `GradScaler.unscale_`. So
         sums are compared, too, without waiting for the device.
         """
-        gradient, seal = self.params[name].grad, self._seals.get(name)
+        gradient, seal = self.params[name].grad, self._guards.get(name)
         if gradient is None or seal is None:
             return gradient is None and seal is None
         left, version, sums = seal
@@ -83,7 +83,7 @@ class Accumulator:
     def __init__(self, model: Model, pays: Pays) -> None:
         self._model = model
         self._unit_of = {slot: unit for unit in model.units for slot in unit.slots}
-        self._beside, self._seals = RowStore(pays), dict[Unit, Seals]()
+        self._beside, self._guards = RowStore(pays), dict[Unit, GradientWriteGuard]()
         self._only_in_grad: Counter[Slot] = Counter()
         self._rows, self._formed = RowStore(pays), dict[str, Tensor]()
         self._counted: Counter[Slot] = Counter()
@@ -100,7 +100,7 @@ class Accumulator:
         self._clear_outside()
 
     def _clear_beside(self) -> None:
-        for kept in (self._beside, self._seals, self._only_in_grad):
+        for kept in (self._beside, self._guards, self._only_in_grad):
             kept.clear()
 
     def _clear_outside(self) -> None:
@@ -117,23 +117,25 @@ class Accumulator:
         self._only_in_grad[slot] += rows_of(factors)
         if may_keep and self._beside.affords(unit, {slot: [factors]}):
             self._beside.add({slot: [factors]})
-            self._seals[unit].seal(slot.params)
+            self._guards[unit].seal(slot.params)
         else:
             self._forget(unit)
 
     def _may_keep(self, unit: Unit, slot: Slot, written: Collection[str]) -> bool:
         """True if kept rows are the whole gradient of a unit, before a product is added to it."""
-        seals = self._seals.get(unit)
+        seals = self._guards.get(unit)
         if seals is not None and not seals.hold(slot.params):
             self._forget(unit)
-        if unit not in self._seals and self._is_fresh(unit):
-            self._seals[unit] = Seals({name: self._model.params[name] for name in unit.params})
+        if unit not in self._guards and self._is_fresh(unit):
+            self._guards[unit] = GradientWriteGuard(
+                {name: self._model.params[name] for name in unit.params}
+            )
             for one in unit.slots:
                 self._only_in_grad.pop(one, None)
-        return unit in self._seals and set(slot.params) <= set(written)
+        return unit in self._guards and set(slot.params) <= set(written)
 
     def _forget(self, unit: Unit) -> None:
-        self._seals.pop(unit, None)
+        self._guards.pop(unit, None)
         self._beside.take(unit)
 
     def _is_fresh(self, unit: Unit) -> bool:
@@ -146,7 +148,7 @@ class Accumulator:
             used: parameters in which the backward of the synchronised step leaves a gradient.
         """
         stacked: dict[Slot, Sequence[Factors]] = {}
-        for unit, seals in self._seals.items():
+        for unit, seals in self._guards.items():
             if is_whole(unit, used) and seals.intact():
                 param_grad.zero(seals.params.values())
                 stacked.update({slot: self._beside.get(slot, ()) for slot in unit.slots})

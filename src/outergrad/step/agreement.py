@@ -22,11 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outergrad.comm.standing import Standing
+from outergrad.comm.failure_report import FailureReport
 from outergrad.core.errors import BoardGoneError
 from outergrad.step.board_requests import Asking, Farewell, First, Get, Gone, Put, Rest, Slot
-from outergrad.step.going_on import GOING_ON, GoesOn
 from outergrad.step.lost import FAREWELL_S, Findings, awaited_by, lost_of, named, told_by
+from outergrad.step.membership_record import GOING_ON, MembershipRecord
 
 ANSWERS_S = 2.0
 """Seconds to wait for the report of a site: a live site has a thread that leaves it."""
@@ -52,7 +52,7 @@ class Outcome:
 
     findings: Findings
     content: Any = None
-    goes_on: GoesOn | None = None
+    goes_on: MembershipRecord | None = None
 
 
 def word_slot(site: int) -> str:
@@ -101,7 +101,7 @@ class Agreement:
         sites: int,
         host: int | None,
         patience_s: float,
-        word: Standing,
+        word: FailureReport,
         kept: Callable[[int], Any],
         clock: Callable[[], float],
         on_left: Callable[[], None],
@@ -115,7 +115,12 @@ class Agreement:
 
     def reach(self) -> Asking[Outcome]:
         """Runs the agreement."""
-        made, words, numbers, confirmed = self._word.made, dict[int, Standing](), {}, set[int]()
+        made, words, numbers, confirmed = (
+            self._word.made,
+            dict[int, FailureReport](),
+            {},
+            set[int](),
+        )
         content = goes_on = None
         liars = set[int]()
         try:
@@ -153,26 +158,26 @@ class Agreement:
 
     # -- board requests ---------------------------------------------------------------------------
 
-    def _words(self) -> Asking[dict[int, Standing]]:
+    def _words(self) -> Asking[dict[int, FailureReport]]:
         """Leaves this site's report; returns those of all sites not given up, the same on all."""
         yield First(word_slot(self._rank), self._word.text())
         yield First(TROUBLE, str(self._rank))
         self._on_left()
-        found, until = dict[int, Standing](), self._clock() + min(ANSWERS_S, self._patience_s)
+        found, until = dict[int, FailureReport](), self._clock() + min(ANSWERS_S, self._patience_s)
         for site in (self._rank, *self._others):
             word = yield from self._word_of(site, until)
             if word is not None:
                 found[site] = word
         return found
 
-    def _word_of(self, site: int, until: float) -> Asking[Standing | None]:
+    def _word_of(self, site: int, until: float) -> Asking[FailureReport | None]:
         """Returns the report of a site; gives it up and returns None if none comes in time."""
         while True:
             gone = self._min_sites is not None and (yield Gone(site))
             text = yield Slot(word_slot(site))
             if text is None and site != self._rank:
                 text = yield Farewell(site)
-                farewell = None if text is None else Standing.of(text)
+                farewell = None if text is None else FailureReport.of(text)
                 if text is not None and farewell is not None and not farewell.goes_on:
                     # Copied to the slot: the farewell may change before other sites read it.
                     text = yield First(word_slot(site), text)
@@ -181,7 +186,7 @@ class Agreement:
             if text is None and (gone or self._clock() >= until):
                 text = yield First(word_slot(site), GIVEN_UP)
             if text is not None:
-                return None if text == GIVEN_UP else Standing.of(text)
+                return None if text == GIVEN_UP else FailureReport.of(text)
             yield Rest(until)
 
     @property
@@ -237,8 +242,8 @@ class Agreement:
         return found
 
     def _going_on(
-        self, words: Mapping[int, Standing], level: set[int], made: int
-    ) -> Asking[GoesOn | None]:
+        self, words: Mapping[int, FailureReport], level: set[int], made: int
+    ) -> Asking[MembershipRecord | None]:
         """Returns the sites that go on without others, as the first site to get here proposed.
 
         Args:
@@ -252,19 +257,19 @@ class Agreement:
         left = sorted(level - set(lost))
         if not lost or len(left) < self._min_sites or self._rank not in left:
             return None
-        text = yield First(GOING_ON, GoesOn.proposed(made, left))
-        return GoesOn.of(text, self._rank, made)
+        text = yield First(GOING_ON, MembershipRecord.proposed(made, left))
+        return MembershipRecord.of(text, self._rank, made)
 
-    def _reasons(self, words: Mapping[int, Standing]) -> Asking[dict[int, Standing]]:
+    def _reasons(self, words: Mapping[int, FailureReport]) -> Asking[dict[int, FailureReport]]:
         """Reads why sites closed connections before they ended: they say so a little later."""
-        until, found = self._clock() + FAREWELL_S, dict[int, Standing]()
+        until, found = self._clock() + FAREWELL_S, dict[int, FailureReport]()
         for site in set(self._word.gone) & words.keys():
             word = words[site]
             if word.silent or word.gone or word.timed_out or word.why or word.ended:
                 continue
             while (text := (yield Farewell(site))) is None and self._clock() < until:
                 yield Rest(until)
-            farewell = None if text is None else Standing.of(text)
+            farewell = None if text is None else FailureReport.of(text)
             if farewell is not None and not farewell.goes_on:
                 found[site] = replace(word, ended=farewell.ended, why=farewell.why)
         return found
@@ -281,7 +286,7 @@ class Agreement:
 
     def _findings(
         self,
-        words: Mapping[int, Standing],
+        words: Mapping[int, FailureReport],
         numbers: Mapping[int, int],
         made: int,
         confirmed: set[int],
@@ -303,7 +308,7 @@ class Agreement:
             told=told_by(others),
         )
 
-    def _liars(self, words: Mapping[int, Standing], said: Mapping[int, str]) -> set[int]:
+    def _liars(self, words: Mapping[int, FailureReport], said: Mapping[int, str]) -> set[int]:
         """Returns the sites that contradict others: as far as can be told, those that lie.
 
         Args:
@@ -322,7 +327,7 @@ class Agreement:
         most = max(counts.values(), default=0)
         return against or {site for site, count in counts.items() if count == most}
 
-    def _deceived(self, words: Mapping[int, Standing], liars: set[int]) -> Findings:
+    def _deceived(self, words: Mapping[int, FailureReport], liars: set[int]) -> Findings:
         """Findings if reports are inconsistent: no site can know how far the others are."""
         who = tuple(sorted(liars))
         doubt = f"{named(who)} told of {'its' if len(who) == 1 else 'their'} steps what cannot be"
@@ -335,14 +340,14 @@ class Agreement:
             doubt=doubt,
         )
 
-    def _lost(self, words: Mapping[int, Standing], unknown: set[int]) -> tuple[int, ...]:
+    def _lost(self, words: Mapping[int, FailureReport], unknown: set[int]) -> tuple[int, ...]:
         if words and self._rank not in words:  # the others gave this site up
             return tuple(self._others)
         return self._lost_as_seen_by(self._rank, {**words, self._rank: self._word}, unknown)
 
     @staticmethod
     def _lost_as_seen_by(
-        rank: int | None, words: Mapping[int, Standing], unknown: set[int]
+        rank: int | None, words: Mapping[int, FailureReport], unknown: set[int]
     ) -> tuple[int, ...]:
         """Returns the lost sites; one that ended in order is to blame only if no other is."""
         own, known = -1 if rank is None else rank, dict(words)

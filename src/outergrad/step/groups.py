@@ -9,12 +9,12 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 from outergrad.capture.engine import current_task
-from outergrad.comm.standing import LastStep, Standing
+from outergrad.comm.failure_report import FailureReport, LastStep
 from outergrad.core.errors import ExchangeError, SiteLostError, SitesChangedError
 from outergrad.core.transport import Comm
 from outergrad.step.agreement import Outcome
+from outergrad.step.commit_participant import MOST_SESSIONS, CommitParticipant
 from outergrad.step.lost import Findings, find_out, find_out_in_mesh, lost_error, standing_of
-from outergrad.step.pact import MOST_SESSIONS, Pact
 from outergrad.step.watcher import Watcher
 
 MOST_TURNS = 1 << 27
@@ -24,7 +24,7 @@ _PER_STEP = 64
 """Skipped turns per additional equal step that must come before receives are posted ahead."""
 
 
-class Turns:
+class MessageSequence:
     """Counts the turns of the steps on one transport.
 
     Receives that were posted for a skipped turn stay with the transport for ever. So the more there
@@ -84,29 +84,29 @@ class Sessions:
         lost: error after which the transport must not be used any more, if a site was lost.
         untold: error that the loop has still to be told, if sites go on without others.
         ends: how the last step of each of the latest sessions ended, for sites that abort.
-        pact: commit participant of this site; used where there is a board.
+        participant: commit participant of this site; used where there is a board.
         watcher: thread that answers the other sites while this site computes.
     """
 
     count: int = 0
     attached: WeakSet[Any] = field(default_factory=WeakSet)
     running: list[Endable] = field(default_factory=list)
-    turns: Turns = field(default_factory=Turns)
+    turns: MessageSequence = field(default_factory=MessageSequence)
     lost: SiteLostError | None = None
     untold: SitesChangedError | None = None
     ends: dict[int, LastStep] = field(default_factory=dict)
-    pact: Pact = field(default_factory=Pact)
+    participant: CommitParticipant = field(default_factory=CommitParticipant)
     watcher: Watcher | None = None
 
     @property
     def is_calm(self) -> bool:
         """True if nothing has to be handled before a session begins a step."""
-        return not (self.running or self.lost or self.untold or self.pact.frozen)
+        return not (self.running or self.lost or self.untold or self.participant.frozen)
 
     def watch(self, comm: Comm) -> None:
         """Starts the watcher, unless a running one takes the transport."""
         if self.watcher is None or not self.watcher.takes(comm):
-            self.watcher = Watcher(comm, self.pact, self.ends)
+            self.watcher = Watcher(comm, self.participant, self.ends)
 
     def end_watching(self) -> None:
         """Ends the watcher, for now."""
@@ -160,7 +160,7 @@ def lost_sites_told(comm: Comm, place: str, step: int = 0) -> Iterator[None]:
         raise note_lost(comm, step, place, error, outcome.findings).again() from error
 
 
-def give_up(comm: Comm, standing: Standing) -> Outcome:
+def give_up(comm: Comm, standing: FailureReport) -> Outcome:
     """Aborts the use of a transport, together with the other sites that are left."""
     if comm.mesh is not None:
         ends = {s: end for key in comm.mesh.keys for s, end in on_transport(key).ends.items()}
@@ -168,7 +168,7 @@ def give_up(comm: Comm, standing: Standing) -> Outcome:
         return Outcome(find_out_in_mesh(comm.mesh, told, comm.patience_s))
     if comm.board is None:
         return Outcome(find_out(comm, standing))
-    return on_transport(comm.key).pact.agree(comm, standing)
+    return on_transport(comm.key).participant.agree(comm, standing)
 
 
 def note_lost(
@@ -179,8 +179,8 @@ def note_lost(
     sessions.lost = lost_error(comm.rank, step, place, error, found, comm.mesh)
     for key in () if comm.mesh is None else comm.mesh.keys:
         on_transport(key).lost = sessions.lost
-    goes_on = sessions.pact.goes_on
-    if sessions.pact.opens is not None and goes_on is not None and not goes_on.coming:
+    goes_on = sessions.participant.goes_on
+    if sessions.participant.opens is not None and goes_on is not None and not goes_on.coming:
         sessions.untold = _changed_error(comm, sessions.lost, goes_on.sites)
     return sessions.lost
 

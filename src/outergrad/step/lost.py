@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from outergrad.comm.standing import LastStep, Standing
+from outergrad.comm.failure_report import FailureReport, LastStep
 from outergrad.core.errors import ExchangeError, Failure, SiteLostError
 from outergrad.core.transport import Comm, MeshRanks
 
@@ -43,7 +43,7 @@ class Findings:
     doubt: str = ""
 
 
-def find_out(comm: Comm, standing: Standing) -> Findings:
+def find_out(comm: Comm, standing: FailureReport) -> Findings:
     """Aborts together with the other sites that are left.
 
     If no site can have applied the step, this waits only to learn which sites are lost. Otherwise
@@ -60,12 +60,12 @@ def find_out(comm: Comm, standing: Standing) -> Findings:
     return conclude(standing, texts, comm.rank, comm.world_size, comm.host)
 
 
-def patience_for(standing: Standing, message_s: float) -> float:
+def patience_for(standing: FailureReport, message_s: float) -> float:
     """Returns how many seconds to wait for reports, where a message may take `message_s`."""
     return message_s if standing.voted else min(_SOON_S, message_s)
 
 
-def is_enough(standing: Standing, texts: Sequence[str | None], waited_s: float) -> bool:
+def is_enough(standing: FailureReport, texts: Sequence[str | None], waited_s: float) -> bool:
     """True if a site that aborted need not wait for more reports.
 
     Args:
@@ -81,7 +81,11 @@ def is_enough(standing: Standing, texts: Sequence[str | None], waited_s: float) 
 
 
 def conclude(
-    standing: Standing, texts: Sequence[str | None] | None, rank: int, sites: int, host: int | None
+    standing: FailureReport,
+    texts: Sequence[str | None] | None,
+    rank: int,
+    sites: int,
+    host: int | None,
 ) -> Findings:
     """Returns the findings of one site from all reports.
 
@@ -97,12 +101,12 @@ def conclude(
     return _found(rank, standing, texts)
 
 
-def _readable(texts: Sequence[str | None]) -> dict[int, Standing]:
-    read = {site: Standing.of(text) for site, text in enumerate(texts) if text is not None}
+def _readable(texts: Sequence[str | None]) -> dict[int, FailureReport]:
+    read = {site: FailureReport.of(text) for site, text in enumerate(texts) if text is not None}
     return {site: standing for site, standing in read.items() if standing is not None}
 
 
-def _found(rank: int, standing: Standing, texts: Sequence[str | None]) -> Findings:
+def _found(rank: int, standing: FailureReport, texts: Sequence[str | None]) -> Findings:
     found = {**_readable(texts), rank: standing}
     missing = {site for site, text in enumerate(texts) if text is None}
     others = {site: one for site, one in found.items() if site != rank}
@@ -123,7 +127,7 @@ def _found(rank: int, standing: Standing, texts: Sequence[str | None]) -> Findin
     )
 
 
-def _stays_behind(other: Standing, own: Mapping[int, LastStep]) -> bool:
+def _stays_behind(other: FailureReport, own: Mapping[int, LastStep]) -> bool:
     """True if a site has made fewer steps of any session, and will not learn of more.
 
     A site that has not voted on the step accepts from nobody that it counts.
@@ -132,7 +136,7 @@ def _stays_behind(other: Standing, own: Mapping[int, LastStep]) -> bool:
     return fewer and (other.settled or bool(other.ended) or not other.voted)
 
 
-def lost_of(rank: int, found: Mapping[int, Standing], missing: set[int]) -> tuple[int, ...]:
+def lost_of(rank: int, found: Mapping[int, FailureReport], missing: set[int]) -> tuple[int, ...]:
     """Returns the sites that left no report, came too late, or aborted because of their own error.
 
     If all have reported and none has waited in vain, only a connection is lost.
@@ -147,7 +151,7 @@ def lost_of(rank: int, found: Mapping[int, Standing], missing: set[int]) -> tupl
     return tuple(sorted(who))
 
 
-def awaited_by(rank: int, found: Mapping[int, Standing]) -> tuple[int, ...]:
+def awaited_by(rank: int, found: Mapping[int, FailureReport]) -> tuple[int, ...]:
     """Returns the sites that have waited for a site in vain."""
     told = tuple(site for site, one in found.items() if rank in one.silent)
     if told or rank not in _late(found):
@@ -155,16 +159,16 @@ def awaited_by(rank: int, found: Mapping[int, Standing]) -> tuple[int, ...]:
     return tuple(sorted(_timed_out(found) - {rank}))
 
 
-def _timed_out(found: Mapping[int, Standing]) -> set[int]:
+def _timed_out(found: Mapping[int, FailureReport]) -> set[int]:
     return {site for site, one in found.items() if one.timed_out}
 
 
-def _late(found: Mapping[int, Standing]) -> set[int]:
+def _late(found: Mapping[int, FailureReport]) -> set[int]:
     late = late_sites({site: one.silent for site, one in found.items()})
     return late if late or not _timed_out(found) else _late_in_sum(found)
 
 
-def _late_in_sum(found: Mapping[int, Standing]) -> set[int]:
+def _late_in_sum(found: Mapping[int, FailureReport]) -> set[int]:
     """Returns the site that is late in an all-reduce, where nobody knows for whom it waits.
 
     A late site has not sent its part. If it was suspended in the send, it has not waited for long
@@ -191,23 +195,23 @@ def late_sites(silent: Mapping[int, Sequence[int]]) -> set[int]:
     return told or late
 
 
-def told_by(words: Mapping[int, Standing]) -> dict[int, str]:
+def told_by(words: Mapping[int, FailureReport]) -> dict[int, str]:
     """Returns the reasons for leaving that sites reported."""
     return {site: told for site, one in words.items() if (told := _told(one))}
 
 
-def _told(one: Standing) -> str:
+def _told(one: FailureReport) -> str:
     if one.ended == "session":
         return f"its session had ended, after {_steps(one)}"
     return f"it {'ended with' if one.ended else 'gave up because of'} {one.why}" * bool(one.why)
 
 
-def _steps(one: Standing) -> str:
+def _steps(one: FailureReport) -> str:
     steps = one.ends[one.session].steps if one.session in one.ends else one.step
     return f"{steps} step{'s' * (steps != 1)}"
 
 
-def _alone(standing: Standing, rank: int, sites: int, host: int | None) -> Findings:
+def _alone(standing: FailureReport, rank: int, sites: int, host: int | None) -> Findings:
     """Returns findings without the store, which is usually gone with the site that holds it.
 
     A closed connection tells nothing then: a site that aborts closes its connections, too.
@@ -221,7 +225,7 @@ def _alone(standing: Standing, rank: int, sites: int, host: int | None) -> Findi
     )
 
 
-def find_out_in_mesh(mesh: MeshRanks, standing: Standing, message_s: float) -> Findings:
+def find_out_in_mesh(mesh: MeshRanks, standing: FailureReport, message_s: float) -> Findings:
     """Aborts together with the other ranks of a mesh; sites here are ranks, by their numbers.
 
     A rank that aborts accepts from nobody that the step counts, because it lacks the shares of the
@@ -240,7 +244,9 @@ def find_out_in_mesh(mesh: MeshRanks, standing: Standing, message_s: float) -> F
     return found_in_mesh(mesh, standing, texts)
 
 
-def found_in_mesh(mesh: MeshRanks, standing: Standing, texts: Sequence[str | None]) -> Findings:
+def found_in_mesh(
+    mesh: MeshRanks, standing: FailureReport, texts: Sequence[str | None]
+) -> Findings:
     """Returns the findings from the reports of a mesh's ranks."""
     found = {**_readable(texts), mesh.number: standing}
     others = {number: one for number, one in found.items() if number != mesh.number}
@@ -274,11 +280,11 @@ def standing_of(
     session: int = 0,
     ends: Mapping[int, LastStep] | None = None,
     mesh: MeshRanks | None = None,
-) -> Standing:
+) -> FailureReport:
     """Returns the report of this site when its transport failed, before any vote."""
     closed, late = error.kind == Failure.CLOSED, error.kind == Failure.TIMEOUT
     sites = error.sites if mesh is None else error.ranks or mesh.numbers_of(error.sites)
-    return Standing(
+    return FailureReport(
         step,
         session,
         silent=() if closed else sites,

@@ -25,16 +25,16 @@ from outergrad.messages.vote import Subjects
 from outergrad.messages.wire import State
 from outergrad.record.stats import LayerBook, Since, Stats
 from outergrad.step import param_grad
-from outergrad.step.brought import Brought
 from outergrad.step.commit import Ballot
-from outergrad.step.groups import Turns
-from outergrad.step.late_votes import LateVotes
-from outergrad.step.pact import Pact, refuse_if_given_up
+from outergrad.step.commit_participant import CommitParticipant, refuse_if_given_up
+from outergrad.step.deferred_votes import DeferredVotes
+from outergrad.step.groups import MessageSequence
 from outergrad.step.receiving import only
 from outergrad.step.step import SharedStep
+from outergrad.step.step_result import StepResult
 
 
-class Lending:
+class BucketView:
     """Makes the sums of a bucket the gradients, if the loop leaves gradients as they are.
 
     Copying a sum into `param.grad` takes a pass over it. It is needed if somebody keeps the
@@ -171,7 +171,7 @@ class Pattern:
     counts: Sequence[int]
     subjects: Subjects
     rests: bool
-    lending: Sequence[Lending]
+    lending: Sequence[BucketView]
 
     @staticmethod
     def of(step: SharedStep, known: Sequence[Header], *, rests: bool) -> Pattern | None:
@@ -201,7 +201,7 @@ class Pattern:
             [counts[k] for k in range(len(dense))],
             step.subjects,
             rests,
-            [Lending() for _ in dense],
+            [BucketView() for _ in dense],
         )
 
 
@@ -227,7 +227,7 @@ class RepeatedStep:
         pattern: pattern of the last step.
         task: backward that it belongs to.
         number: number of synchronised steps before it.
-        pact: commit participant of this site.
+        participant: commit participant of this site.
         votes: deferred votes of the session, on the steps before.
         turns: message sequence of the transport.
 
@@ -255,12 +255,12 @@ class RepeatedStep:
         pattern: Pattern,
         task: int,
         number: int,
-        pact: Pact,
-        votes: LateVotes,
-        turns: Turns,
+        participant: CommitParticipant,
+        votes: DeferredVotes,
+        turns: MessageSequence,
     ) -> None:
         self.task, self.context = task, pattern.context
-        self._pattern, self._pact, self._votes = pattern, pact, votes
+        self._pattern, self._participant, self._votes = pattern, participant, votes
         self.headers, self._left = pattern.known, [*pattern.counts]
         self.since = Since(self.context.comm)
         self.ready: list[str] = []
@@ -272,7 +272,7 @@ class RepeatedStep:
         self.context.layers, self.context.state, self.context.bad = LayerBook(), State.GOOD, None
         self.context.reading = None
         self.context.without_grad.clear()
-        pact.begins(self)
+        participant.begins(self)
         comm = self.context.comm
         turn, expected = turns.begin(pattern.lengths)
         comm.take_turn(turn)
@@ -310,7 +310,7 @@ class RepeatedStep:
     def _start(self) -> None:
         bucket = self._pattern.buckets[len(self.sent)]
         if len(self.sent) == len(self._left) - 1:
-            self._pact.sends()
+            self._participant.sends()
         self.sent.append((bucket, bucket.start(self.context)))
 
     def succeeds(self) -> bool:
@@ -346,7 +346,7 @@ class RepeatedStep:
             lending.lend(params)
         ballot.note_sums(sums)
         ballot.note_sums(_NEITHER)
-        self._votes.make(ballot, self, self._pact)
+        self._votes.make(ballot, self, self._participant)
         return True
 
     def _prepare(self) -> Ballot:
@@ -384,7 +384,7 @@ class RepeatedStep:
 
     # -- for sites that lack the step -----------------------------------------------------------
 
-    def brought(self) -> Brought | None:
+    def brought(self) -> StepResult | None:
         """Returns the result once more; None if a gradient that is a bucket view was changed."""
         means: dict[str, Tensor] = {}
         for _, pending in self.sent:
@@ -392,7 +392,7 @@ class RepeatedStep:
             if part is None:
                 return None
             means |= only(part, self.context.used)
-        return Brought(True, means)
+        return StepResult(True, means)
 
     def message_to(self, site: int, place: int) -> None:
         """Returns None, because sums cannot be sent again."""

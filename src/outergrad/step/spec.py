@@ -19,9 +19,9 @@ from outergrad.record.stats import Since
 from outergrad.replay.block_message import Blocks
 from outergrad.step.buffers import SharedBuffers
 from outergrad.step.captured import Captured, CarriedOver
+from outergrad.step.commit_participant import CommitParticipant
+from outergrad.step.deferred_votes import DeferredVotes
 from outergrad.step.joint import JointStep
-from outergrad.step.late_votes import LateVotes
-from outergrad.step.pact import Pact
 from outergrad.step.transforming import Transforming, refuse_leftover
 
 
@@ -70,7 +70,7 @@ class StepSpec:
         skips_bad: whether the step is skipped if a gradient is not finite.
         transform: changes this site's gradient before it is sent.
         leftover: name of a parameter with a gradient that is none of this step's.
-        pact: commit participant of this site; None if there is no board.
+        participant: commit participant of this site; None if there is no board.
         votes: deferred votes of the session, on the steps before.
         before: step that was begun in another way and goes on; None if there is none.
     """
@@ -89,8 +89,8 @@ class StepSpec:
     skips_bad: bool = False
     transform: GradientTransform | None = None
     leftover: str = ""
-    pact: Pact | None = None
-    votes: LateVotes = field(default_factory=LateVotes)
+    participant: CommitParticipant | None = None
+    votes: DeferredVotes = field(default_factory=DeferredVotes)
     before: Begun | None = None
 
     def captured(self) -> Captured:

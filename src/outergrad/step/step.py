@@ -26,15 +26,15 @@ from outergrad.messages.vote import MEAN_DELTAS, Subjects, Verdict
 from outergrad.messages.wire import State
 from outergrad.record.stats import Since, Stats
 from outergrad.step import param_grad
-from outergrad.step.asking import Question, answer_key, ask
-from outergrad.step.brought import Brought
 from outergrad.step.buffer_message import BufferMessage
 from outergrad.step.commit import Ballot, Decision
+from outergrad.step.commit_participant import refuse_if_given_up
 from outergrad.step.groups import on_transport
 from outergrad.step.joint import JointStep, Point
-from outergrad.step.pact import refuse_if_given_up
+from outergrad.step.peer_requests import Question, answer_key, ask
 from outergrad.step.receiving import BUFFERS_PLACE, Receiver
 from outergrad.step.spec import Begun, StepSpec
+from outergrad.step.step_result import StepResult
 
 
 class Readiness:
@@ -102,7 +102,7 @@ class SharedStep:
 
     def __init__(self, spec: StepSpec) -> None:
         model, comm, header, planner = spec.model, spec.comm, spec.header, spec.planner
-        self._comm, self._pact, self._votes = comm, spec.pact, spec.votes
+        self._comm, self._participant, self._votes = comm, spec.participant, spec.votes
         self._averages = spec.joint is not None and spec.joint.averages
         self._began = time.monotonic()
         self.is_taken = self._is_optimistic = False
@@ -128,8 +128,8 @@ class SharedStep:
         self._ballot = Ballot(comm, header, self.subjects)
         planner.begin(header.step)
         foreseen = self._foreseen(spec)
-        if spec.pact is not None:
-            spec.pact.begins(self)
+        if spec.participant is not None:
+            spec.participant.begins(self)
         if foreseen is None:
             self._announce(header)
         else:
@@ -429,7 +429,7 @@ class SharedStep:
         plan decides this, so it is the same on all sites.
         """
         kept = bool(self._buckets) and all(bucket.is_kept for bucket in self._buckets)
-        return self._pact is not None and kept and not self._averages
+        return self._participant is not None and kept and not self._averages
 
     @property
     def needs_no_votes(self) -> bool:
@@ -441,8 +441,8 @@ class SharedStep:
 
     def _sends_last(self) -> None:
         """Records that the last message goes: a site that has it, too, may apply the step."""
-        if self._pact is not None and self._is_optimistic:
-            self._pact.sends()
+        if self._participant is not None and self._is_optimistic:
+            self._participant.sends()
 
     def _count_before(self) -> None:
         """Counts the votes on the step before, which this site has applied without them."""
@@ -451,19 +451,19 @@ class SharedStep:
             self.drift = self.drift or self._votes.count(self.context.header.step)
 
     def _applied_at_once(self, last: Last) -> Decision:
-        assert self._pact is not None
+        assert self._participant is not None
         refuse_if_given_up(self._comm, self._began)
         if last is not None:
             self._receiver.write(*last)
-        self._votes.make(self._ballot, self, self._pact)
+        self._votes.make(self._ballot, self, self._participant)
         return Decision.all_good(self.context.header)
 
     def _voted_on(self, last: Last) -> Decision:
         """Votes and waits for all votes; writes the last message while they travel."""
         if self.drift is not None:
             self._ballot.note_drift()
-        elif self._pact is not None and self.context.state == State.GOOD:
-            self._pact.sends()
+        elif self._participant is not None and self.context.state == State.GOOD:
+            self._participant.sends()
         try:
             self._ballot.cast(self.context.state, self.context.bad)
         finally:  # another site may have the vote, and count the step
@@ -474,10 +474,10 @@ class SharedStep:
             decision = self._ballot.count()
         if decision.good:
             self._ballot.note_part()
-        if self._pact is not None and decision.verdict != Verdict.SURPRISED:
+        if self._participant is not None and decision.verdict != Verdict.SURPRISED:
             refuse_if_given_up(self._comm, self._began)
             own = self.context.header.fingerprint
-            self._pact.makes(own, None, applied=decision.good)
+            self._participant.makes(own, None, applied=decision.good)
             if decision.good:
                 self._votes.note_decided(self.context.header.step)
         return decision
@@ -503,12 +503,16 @@ class SharedStep:
         Raises:
             ExchangeError: it does not come.
         """
-        board, pact, until = self._comm.board, self._pact, time.monotonic() + self._comm.patience_s
+        board, participant, until = (
+            self._comm.board,
+            self._participant,
+            time.monotonic() + self._comm.patience_s,
+        )
         assert board is not None
-        assert pact is not None
-        question = Question(self._comm.rank, site, pact.made, place)
+        assert participant is not None
+        question = Question(self._comm.rank, site, participant.made, place)
         try:
-            number = ask(board, question, pact.asked)
+            number = ask(board, question, participant.asked)
             while time.monotonic() < until:
                 content = board.get(answer_key(number))
                 if content is not None and len(content) == nbytes:
@@ -529,7 +533,7 @@ class SharedStep:
 
     # -- results for sites that lack a step -----------------------------------------------------
 
-    def brought(self) -> Brought:
+    def brought(self) -> StepResult:
         """Returns the result of the step once more."""
         self.context.reading = None
         means, additions = {}, {}
@@ -539,9 +543,9 @@ class SharedStep:
             additions.update(found[1])
         buffers = {} if self._buffers is None else self._buffers.values()
         named = {place.name: t for place, t in buffers.items() if t is not None}
-        return Brought(True, means, additions, named)
+        return StepResult(True, means, additions, named)
 
-    def take(self, brought: Brought) -> None:
+    def take(self, brought: StepResult) -> None:
         """Applies the step's result of another site; gradients written here are the same, and stay.
 
         Raises:

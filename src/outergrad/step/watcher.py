@@ -8,13 +8,13 @@ import threading
 from typing import Any
 from weakref import WeakSet
 
-from outergrad.comm.standing import LastStep, Standing
+from outergrad.comm.failure_report import FailureReport, LastStep
 from outergrad.core.errors import BoardGoneError
 from outergrad.core.transport import Board, Comm
-from outergrad.step.asking import MADE, Question, answer_key, asked_slot
+from outergrad.step.commit_participant import CommitParticipant, is_in_trouble
 from outergrad.step.digests import Digests, tell_made
-from outergrad.step.going_on import COME, COMING
-from outergrad.step.pact import Pact, is_in_trouble
+from outergrad.step.membership_record import COME, COMING
+from outergrad.step.peer_requests import MADE, Question, answer_key, asked_slot
 
 POLL_S = 0.25
 _SOON_S = 0.02
@@ -31,14 +31,16 @@ class Watcher:
 
     Args:
         comm: transport of the first session; it has a board.
-        pact: commit participant of this site.
+        participant: commit participant of this site.
         ends: last step of each session, updated by these.
     """
 
-    def __init__(self, comm: Comm, pact: Pact, ends: dict[int, LastStep]) -> None:
+    def __init__(
+        self, comm: Comm, participant: CommitParticipant, ends: dict[int, LastStep]
+    ) -> None:
         board = comm.board
         assert board is not None
-        self._rank, self._board, self._pact, self._ends = comm.rank, board, pact, ends
+        self._rank, self._board, self._participant, self._ends = comm.rank, board, participant, ends
         self._stop, self._waiting = threading.Event(), set[int]()
         self._unread: Digests | None = None
         self._pauses = False
@@ -73,7 +75,11 @@ class Watcher:
     def _run(self) -> None:
         try:
             slots = self._board.without_limit()
-            while not self._stop.wait(self._poll_s) and not self._pact.frozen and self._is_needed():
+            while (
+                not self._stop.wait(self._poll_s)
+                and not self._participant.frozen
+                and self._is_needed()
+            ):
                 self._look(slots)
         except BoardGoneError:
             pass
@@ -82,7 +88,7 @@ class Watcher:
 
     @property
     def _poll_s(self) -> float:
-        is_awaited = self._unread is not None or (self._pauses and not self._pact.coming)
+        is_awaited = self._unread is not None or (self._pauses and not self._participant.coming)
         return _SOON_S if is_awaited else POLL_S
 
     def _is_needed(self) -> bool:
@@ -93,10 +99,10 @@ class Watcher:
     def _look(self, slots: Board) -> None:
         if is_in_trouble(slots):
             self._give_up()
-        while (text := slots.slot(asked_slot(self._pact.asked))) is not None:
-            self._answer(self._pact.asked, Question.of_text(text))
-            self._pact.asked += 1
-        for made in [n for n in self._waiting if n <= self._pact.made]:
+        while (text := slots.slot(asked_slot(self._participant.asked))) is not None:
+            self._answer(self._participant.asked, Question.of_text(text))
+            self._participant.asked += 1
+        for made in [n for n in self._waiting if n <= self._participant.made]:
             self._tell(made)
             self._waiting.remove(made)
         self._read(slots)
@@ -105,7 +111,7 @@ class Watcher:
     def _tell(self, made: int) -> None:
         """Publishes that this site has made `made` steps, with their digests if still known."""
         comm = next(iter(self._comms), None)
-        digests = None if comm is None else self._pact.digests_of_all(comm)
+        digests = None if comm is None else self._participant.digests_of_all(comm)
         if digests is None or digests.made != made:
             tell_made(self._board, self._rank, made, {})
             return
@@ -118,17 +124,24 @@ class Watcher:
         Each site reports its step count, and makes one more step at most until all have reported.
         """
         comm = next(iter(self._comms), None)
-        if comm is None or comm.min_sites is None or len(self._comms) > 1 or self._pact.coming:
+        if (
+            comm is None
+            or comm.min_sites is None
+            or len(self._comms) > 1
+            or self._participant.coming
+        ):
             return
         waiting = slots.slot(COMING)
         if not waiting:
             return
         self._pauses = True
-        slots.first(_said_by(self._rank), str(self._pact.pauses()))
+        slots.first(_said_by(self._rank), str(self._participant.pauses()))
         said = [slots.slot(_said_by(site)) for site in range(comm.world_size)]
-        numbers = [number for one in said if (number := _number(one, self._pact.made)) is not None]
+        numbers = [
+            number for one in said if (number := _number(one, self._participant.made)) is not None
+        ]
         if len(numbers) == len(said):  # else the loop raises when it has waited for long enough
-            self._pact.turns(max(numbers) + 1, slots.first(COME, waiting).split())
+            self._participant.turns(max(numbers) + 1, slots.first(COME, waiting).split())
 
     def _read(self, slots: Board) -> None:
         """Reads the others' digests now, because they may be gone at this site's final barrier."""
@@ -138,16 +151,16 @@ class Watcher:
         digests.look(slots)
         if not digests.missing:
             digests.say_read(slots)
-        if not digests.missing or digests.made != self._pact.made:
+        if not digests.missing or digests.made != self._participant.made:
             self._unread = None
 
     def _give_up(self) -> None:
         comm = next(iter(self._comms), None)
         if comm is not None:
-            step, session = 0, self._pact.session
+            step, session = 0, self._participant.session
             if session in self._ends:
                 step = self._ends[session].steps
-            self._pact.agree(comm, Standing(step, session, ends=dict(self._ends)))
+            self._participant.agree(comm, FailureReport(step, session, ends=dict(self._ends)))
 
     def _answer(self, number: int, asked: Question | None) -> None:
         if asked is None or asked.by == self._rank:
@@ -155,7 +168,7 @@ class Watcher:
         if asked.place == MADE:
             self._waiting.add(asked.made)
         elif asked.of == self._rank:
-            content = self._pact.message_to(asked.by, asked.made, asked.place)
+            content = self._participant.message_to(asked.by, asked.made, asked.place)
             if content is not None:
                 self._board.put(answer_key(number), content)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 
-from outergrad.comm.standing import Standing
+from outergrad.comm.failure_report import FailureReport
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.step.agreement import TROUBLE, Agreement, Outcome
 from outergrad.step.lost import standing_of
@@ -117,7 +117,7 @@ class ForwardingSite(Site):
         if self._frozen:
             yield from self._end_by(None)
         self._kept = None
-        yield from self._leave_at_end(Standing(steps, made=steps, ended="session"))
+        yield from self._leave_at_end(FailureReport(steps, made=steps, ended="session"))
         if self._frozen:
             yield from self._end_by(None)
         if self.rank == self.store.host:
@@ -147,22 +147,24 @@ class ForwardingSite(Site):
         if vote != steps - 1:
             raise ExchangeError("a vote on another step")
 
-    def _word_of(self, other: int) -> Waiting[Standing | None]:
+    def _word_of(self, other: int) -> Waiting[FailureReport | None]:
         """Reads the farewell that another site has left in the store, if any."""
         look = lambda: self.store.values.get(farewell_key(other))  # noqa: E731
         try:
             text = yield from self.store.call(self.process, look, CALL_S)
         except StoreGoneError:
             return None
-        return None if text is None else Standing.of(text)
+        return None if text is None else FailureReport.of(text)
 
     def end_after(self, error: Exception) -> Waiting[None]:
         """Leaves a farewell with the number of steps if the program raised an error."""
         if isinstance(error, LeftError) and not self._frozen:
             made = self.ending.applied
-            yield from self._leave_at_end(Standing(made, made=made, ended="process", why="no rows"))
+            yield from self._leave_at_end(
+                FailureReport(made, made=made, ended="process", why="no rows")
+            )
 
-    def _leave_at_end(self, word: Standing) -> Waiting[None]:
+    def _leave_at_end(self, word: FailureReport) -> Waiting[None]:
         """Leaves a farewell, then joins the agreement if others have aborted meanwhile."""
         leave = lambda: self.store.set(farewell_key(self.rank), word.text())  # noqa: E731
         look = lambda: TROUBLE in self.store.values  # noqa: E731
@@ -196,7 +198,7 @@ class ForwardingSite(Site):
     def _agree(self, error: ExchangeError | None) -> Waiting[None]:
         """Agrees with the others; from here on this site applies only what all agree on."""
         self._frozen, made = True, self.ending.applied
-        word = Standing(made) if error is None else standing_of(error, made)
+        word = FailureReport(made) if error is None else standing_of(error, made)
         waited_s = max(word.waited_s, self.waits_s)
         word = replace(word, made=made, sent=self._sent, waited_s=waited_s)
         self.note(f"gives up: {word}")

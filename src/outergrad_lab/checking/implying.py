@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from outergrad.comm.standing import Standing
+from outergrad.comm.failure_report import FailureReport
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.step.agreement import TROUBLE
 from outergrad_lab.checking.agreement import CALL_S, farewell_key
@@ -71,7 +71,9 @@ class ImplyingSite(ForwardingSite):
         """Returns the sites that have made as many steps, by their numbers or farewells."""
         told = {site: self.store.values.get(_made_key(site)) for site in sites}
         ends = {site: self.store.values.get(farewell_key(site)) for site in sites}
-        words = {site: None if text is None else Standing.of(text) for site, text in ends.items()}
+        words = {
+            site: None if text is None else FailureReport.of(text) for site, text in ends.items()
+        }
         done = {site for site, word in words.items() if word is not None and word.made == steps}
         return done | {site for site, made in told.items() if made == str(steps)}
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from outergrad.comm.standing import LastStep, Standing
+from outergrad.comm.failure_report import FailureReport, LastStep
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.step.lost import Findings, conclude, is_enough, patience_for, standing_of
-from outergrad_lab.checking.last_words import BRIEFLY_S, LIMIT_S, LastWords
+from outergrad_lab.checking.failure_mailbox import BRIEFLY_S, LIMIT_S, FailureMailbox
 from outergrad_lab.checking.network import Network, Store
 from outergrad_lab.checking.site import MESSAGES, LeftError, Site, SiteLost
 from outergrad_lab.checking.trial import Trial
@@ -103,12 +103,12 @@ class VotingSite(Site):
 
     def _say_farewell(self, ended: str, why: str = "") -> Waiting[None]:
         for session in range(self.trial.sessions if ended == "session" else 1):
-            standing = Standing(0, session, ends=self._ends, why=why, ended=ended)
+            standing = FailureReport(0, session, ends=self._ends, why=why, ended=ended)
             words = self._words(session, BRIEFLY_S)
             yield from words.leave_at_end(standing.text(), of_process=ended == "process")
         if ended == "process" and self.rank == self.store.host:
             self.network.close_all(self.rank)
             yield from self._words(0, BRIEFLY_S).stay(self.others)
 
-    def _words(self, session: int, limit_s: float = LIMIT_S) -> LastWords:
-        return LastWords(self.store, self.process, self.trial.sites, session, limit_s)
+    def _words(self, session: int, limit_s: float = LIMIT_S) -> FailureMailbox:
+        return FailureMailbox(self.store, self.process, self.trial.sites, session, limit_s)

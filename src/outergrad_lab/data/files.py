@@ -51,7 +51,7 @@ def read_parts(
         inputs: Name of the array of inputs, with ``{}`` for ``train`` or ``test``.
         labels: Name of the array of labels, likewise.
         classes: Number of classes.
-        as_inputs: Turns an array of inputs into a tensor, (rows, ...).
+        as_inputs: MessageSequence an array of inputs into a tensor, (rows, ...).
 
     Raises:
         DamagedFileError: The file is damaged, or of other arrays.

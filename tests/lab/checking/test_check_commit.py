@@ -47,7 +47,7 @@ def test_sites_that_differ_are_seen():
     assert said == Verdict(doubted=True, lost=True)
 
 
-class GoesOn(ForwardingSite):
+class MembershipRecord(ForwardingSite):
     """Applies a step although its word is that it has not."""
 
     _frozen = property(lambda self: False, lambda self, value: None)
@@ -61,7 +61,7 @@ class AppliesAtOnce(ForwardingSite):
         return dict(list(came.items())[1:])
 
 
-@pytest.mark.parametrize("protocol", [GoesOn, AppliesAtOnce])
+@pytest.mark.parametrize("protocol", [MembershipRecord, AppliesAtOnce])
 def test_the_checker_finds_what_is_broken(protocol):
     assert explore(protocol, range(500)).wrong
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from trainings import METHOD, content, refused, restored, saved_after
 
 from outergrad.checkpoint import checkpoints as neighbours
-from outergrad.checkpoint import going_on, writer
+from outergrad.checkpoint import resume as going_on
+from outergrad.checkpoint import writer
 from outergrad.checkpoint.claims import understood
 from outergrad.checkpoint.folder import Save, saves_in
 from outergrad.checkpoint.messaging import gathered, packed, swapped

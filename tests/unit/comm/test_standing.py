@@ -8,9 +8,9 @@ import string
 
 import pytest
 
-from outergrad.comm.standing import LONGEST_WHY, LastStep, Standing, printable
+from outergrad.comm.failure_report import LONGEST_WHY, FailureReport, LastStep, printable
 
-FULL = Standing(
+FULL = FailureReport(
     step=7,
     session=(1 << 62) - 1,
     voted=True,
@@ -26,15 +26,15 @@ FULL = Standing(
 ODD = [None, True, -1, 1 << 64, 1.5, float("nan"), "x", "", [], [1, 2], [[-1]], {}, {"a": 1}]
 
 
-@pytest.mark.parametrize("standing", [Standing(0), FULL])
+@pytest.mark.parametrize("standing", [FailureReport(0), FULL])
 def test_what_is_left_is_what_is_read(standing):
-    assert Standing.of(standing.text()) == standing
+    assert FailureReport.of(standing.text()) == standing
 
 
 @pytest.mark.parametrize("name", vars(FULL))
 @pytest.mark.parametrize("value", ODD, ids=repr)
 def test_a_field_of_another_kind_is_refused_or_read_as_it_is(name, value):
-    found = Standing.of(json.dumps({**json.loads(FULL.text()), name: value}))
+    found = FailureReport.of(json.dumps({**json.loads(FULL.text()), name: value}))
     assert found is None or json.loads(found.text())[name] == value
 
 
@@ -45,10 +45,10 @@ def test_arbitrary_texts_raise_nothing():
         for _ in range(dice.randrange(1, 6)):
             cut[dice.randrange(len(cut))] = dice.choice(string.printable + "\0é")
         mixed = "".join(cut)[: dice.randrange(2 * len(cut))]
-        found = Standing.of(mixed)
-        assert found is None or Standing.of(found.text()) == found
+        found = FailureReport.of(mixed)
+        assert found is None or FailureReport.of(found.text()) == found
     for odd in ["", "null", "[]", "1e999", "[" * 100_000, '{"a":' * 3000, "9" * 5000, "x" * 10**6]:
-        assert Standing.of(odd) is None
+        assert FailureReport.of(odd) is None
 
 
 def test_an_error_is_one_short_line():

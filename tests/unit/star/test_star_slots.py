@@ -7,16 +7,16 @@ import json
 import pytest
 
 from hub_sites import HubSite, refused, sites_of_a_hub
-from outergrad.comm.standing import Standing
+from outergrad.comm.failure_report import FailureReport
 from outergrad.star import slots
 from outergrad.star.frames import Kind, MalformedError
 from outergrad.star.greetings import Hello
 from outergrad.star.hub import RefusedError
 from outergrad.step.agreement import GIVEN_UP, THERE, TROUBLE, word_slot
-from outergrad.step.asking import Question, answer_key, asked_slot
-from outergrad.step.going_on import COME, COMING, GOING_ON, GoesOn
+from outergrad.step.membership_record import COME, COMING, GOING_ON, MembershipRecord
+from outergrad.step.peer_requests import Question, answer_key, asked_slot
 
-WORD = Standing(3, made=3).text()
+WORD = FailureReport(3, made=3).text()
 QUESTION = Question(by=0, of=1, made=3, place=0).text()
 TEXTS = {
     "a word": (word_slot(0), WORD),
@@ -30,7 +30,7 @@ TEXTS = {
     "that a step is there": ("way to 3", THERE),
     "who waits": (COMING, "d"),
     "who comes": (COME, "d"),
-    "that others go on": (GOING_ON, GoesOn.proposed(3, [0, 1])),
+    "that others go on": (GOING_ON, MembershipRecord.proposed(3, [0, 1])),
     "that none goes on": (GOING_ON, "[]"),
     "a rank that is none": (word_slot(9), GIVEN_UP),
 }
@@ -136,7 +136,7 @@ def test_a_site_that_is_gone_is_given_up_at_once():
 
 def test_a_farewell_becomes_a_word_as_its_site_has_left_it():
     first, second, bad, _ = three()
-    farewell = Standing(3, made=3, ended="session").text()
+    farewell = FailureReport(3, made=3, ended="session").text()
     second.text("end/1", farewell)
     assert first.texts[1, "end/1"] == farewell
     assert first.first(word_slot(1), farewell) == farewell
@@ -149,7 +149,7 @@ def test_a_farewell_becomes_a_word_as_its_site_has_left_it():
 
 def in_trouble(sites, lost=(), made=3):
     for site in sites:
-        site.first(word_slot(site.rank), Standing(made, made=made, gone=tuple(lost)).text())
+        site.first(word_slot(site.rank), FailureReport(made, made=made, gone=tuple(lost)).text())
         site.first(TROUBLE, str(site.rank))
         site.first(f"made {site.rank}", str(made))
 
@@ -158,10 +158,10 @@ def test_no_site_shuts_out_one_that_is_there():
     first, second, bad, told = three()
     in_trouble([first, second, bad])
     for _ in range(3):
-        assert bad.first(GOING_ON, GoesOn.proposed(3, [1, 2])) == ""
+        assert bad.first(GOING_ON, MembershipRecord.proposed(3, [1, 2])) == ""
     why = "that it goes on without 'a', which is there"
     assert told.of("not taken") == [{"run": 1, "site": "c", "why": why}]
-    assert first.first(GOING_ON, GoesOn.proposed(3, [0, 1, 2]))
+    assert first.first(GOING_ON, MembershipRecord.proposed(3, [0, 1, 2]))
     assert told.of("goes on") == [{"run": 1, "by": "a", "sites": ["a", "b", "c"]}]
 
 
@@ -169,7 +169,7 @@ def test_who_blames_another_site_is_in_the_log():
     first, second, bad, told = three()
     in_trouble([first, second])
     in_trouble([bad], lost=[0])
-    bad.first(GOING_ON, GoesOn.proposed(3, [1, 2]))
+    bad.first(GOING_ON, MembershipRecord.proposed(3, [1, 2]))
     words = {line["site"]: line["missed"] for line in told.of("gives up")}
     assert words == {"a": [], "b": [], "c": ["a"]}
     assert told.of("goes on")[0]["by"] == "c"
@@ -186,7 +186,7 @@ def test_no_site_shuts_others_out_of_their_continuation():
         with pytest.raises(RefusedError, match="have not agreed on it"):
             goes_on(bad, sites)
     in_trouble([first, second], lost=[2])
-    first.first(GOING_ON, GoesOn.proposed(3, [0, 1]))
+    first.first(GOING_ON, MembershipRecord.proposed(3, [0, 1]))
     for sites in ("c", "bc", "ac", "abc"):
         with pytest.raises(RefusedError, match="have not agreed on it"):
             goes_on(bad, sites)
@@ -209,7 +209,7 @@ def test_nothing_is_said_before_all_are_there():
 def test_what_others_read_in_a_word_is_what_all_read(number):
     """A site that leaves one farewell after another, and a word besides."""
     first, second, bad, _ = three()
-    texts = [Standing(k, made=k, ended="session").text() for k in (3, 4)]
+    texts = [FailureReport(k, made=k, ended="session").text() for k in (3, 4)]
     bad.text("end/1", texts[0])
     early = first.texts[2, "end/1"]
     bad.text("end/1", texts[1])

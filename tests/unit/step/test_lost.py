@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from outergrad.comm.standing import Standing
+from outergrad.comm.failure_report import FailureReport
 from outergrad.step.lost import awaited_by, late_sites, lost_of
 
 
@@ -22,7 +22,7 @@ def test_who_was_late_by_what_sites_have_waited_for(silent, late):
 
 def in_sum(waited_s, *, sent=True, timed_out=False):
     """The word of a site in an all-reduce, where nobody knows for whom it waits."""
-    return Standing(4, made=4, sent=sent, waited_s=waited_s, timed_out=timed_out)
+    return FailureReport(4, made=4, sent=sent, waited_s=waited_s, timed_out=timed_out)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch import nn
 import outergrad as og
 from outergrad.launch.loopback import loopback_name
 from outergrad.step import groups as turns
-from outergrad.step.groups import Turns, on_transport
+from outergrad.step.groups import MessageSequence, on_transport
 from ranks import run_on_lasting_groups, run_ranks
 
 LIKE, OTHER = ("like",), ("other",)
@@ -25,7 +25,7 @@ BATCHES = (4, 4, 4, 4, 6, 4, 4, 4, 4, 4, 4)
 """One step is another than the last ones promised."""
 
 
-def walk(counter: Turns, lengths: list[object]) -> tuple[list[int], list[int]]:
+def walk(counter: MessageSequence, lengths: list[object]) -> tuple[list[int], list[int]]:
     """The turns of steps, and those for which receives are posted, in order."""
     taken, posted = [], []
     for length in lengths:
@@ -37,14 +37,14 @@ def walk(counter: Turns, lengths: list[object]) -> tuple[list[int], list[int]]:
 
 
 def test_equal_steps_follow_each_other_and_are_expected_a_step_ahead():
-    taken, posted = walk(Turns(), [LIKE] * 5)
+    taken, posted = walk(MessageSequence(), [LIKE] * 5)
     assert taken == [2, 3, 4, 5, 6]
     assert posted == [2, 3, 4, 5, 6, 7]
 
 
 def test_steps_of_two_kinds_in_turns_are_expected_like_equal_ones():
     """One that is of the same kind again is not what was expected."""
-    counter, found = Turns(), []
+    counter, found = MessageSequence(), []
     for kind, following in [(LIKE, OTHER), (OTHER, LIKE), (LIKE, OTHER), (LIKE, OTHER)]:
         found.append(counter.begin(kind, following))
     assert [turn for turn, _ in found] == [2, 3, 4, 6]
@@ -56,7 +56,7 @@ def test_nothing_is_posted_twice_and_no_turn_comes_again(seed):
     """Also where a turn was expected for other lengths than it would have."""
     random = torch.Generator().manual_seed(seed)
     lengths = [("kind", k) for k in torch.randint(0, 2, (200,), generator=random).tolist()]
-    counter, posted_for = Turns(), {}
+    counter, posted_for = MessageSequence(), {}
     for length in lengths:
         turn, expected = counter.begin(length)
         for one in expected:
@@ -67,13 +67,13 @@ def test_nothing_is_posted_twice_and_no_turn_comes_again(seed):
 
 def test_what_is_left_waiting_grows_with_the_root_of_the_steps():
     lengths = [LIKE if k % 8 else OTHER for k in range(4000)]
-    taken, posted = walk(Turns(), lengths)
+    taken, posted = walk(MessageSequence(), lengths)
     assert len(set(posted) - set(taken)) <= 8 * math.sqrt(len(lengths))
 
 
 def test_when_turns_run_out_steps_go_without(monkeypatch):
     monkeypatch.setattr(turns, "MOST_TURNS", 6)
-    counter = Turns()
+    counter = MessageSequence()
     assert [counter.begin(LIKE)[0] for _ in range(5)] == [2, 3, 4, 0, 0]
 
 

@@ -29,7 +29,7 @@ from outergrad.linalg.selection import above, blocks_of, leading_blocks, top_k
 from outergrad.methods.entries.form import EntriesForm, in_rows, value_shape
 from outergrad.methods.entries.settings import Select, SparseSettings
 from outergrad.methods.entries.shared import SharedEntries
-from outergrad.methods.formed import OfFormed
+from outergrad.methods.formed import MatrixCompressor
 from outergrad.methods.residuals import ByPlace, inherited_residual, saved_residual
 
 _WHICH: dict[Select, str] = {
@@ -54,7 +54,7 @@ class _Memory:
     velocity_N: Tensor | None = None
 
 
-class SparseCompressor(OfFormed):
+class SparseCompressor(MatrixCompressor):
     """Sends a few entries of each weight gradient, and keeps the others as the residual."""
 
     why = Why.SPARSE

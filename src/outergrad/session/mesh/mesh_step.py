@@ -16,7 +16,7 @@ from outergrad.core.types import Unit
 from outergrad.messages.header import Header
 from outergrad.messages.vote import NOTHING, Subjects, Verdict, Vote
 from outergrad.session.mesh.pooling import SharePlanner
-from outergrad.session.mesh.rank_reports import Ending, Fate
+from outergrad.session.mesh.rank_reports import RankReport, RankStatus
 from outergrad.session.mesh.ranks import ranks_named
 from outergrad.step import param_grad
 from outergrad.step.captured import Captured
@@ -26,7 +26,7 @@ from outergrad.step.step import SharedStep
 
 
 @dataclass(frozen=True)
-class Spread:
+class ScatterResult:
     """Result of the shares of all ranks of a site.
 
     Attributes:
@@ -46,7 +46,7 @@ class Spread:
         return Choice((), (), tuple(self.tap_next.values()), (), reasons)
 
 
-class Inside(Protocol):
+class IntraSiteReducer(Protocol):
     """Protocol of the reducer inside a site: pools gradients of its ranks, and spreads the mean."""
 
     @property
@@ -63,18 +63,20 @@ class Inside(Protocol):
         """Does the work that may raise on this rank alone, before any message."""
         ...
 
-    def reduce(self, spec: StepSpec, captured: Captured, fate: Fate) -> tuple[StepSpec, Fate]:
+    def reduce(
+        self, spec: StepSpec, captured: Captured, fate: RankStatus
+    ) -> tuple[StepSpec, RankStatus]:
         """Pools this rank's share; returns its step with the other sites, and a status.
 
         The status is the worst that is known here of a rank of the site.
         """
         ...
 
-    def tell(self, ending: Ending, step: MeshStep) -> list[list[int]]:
+    def tell(self, ending: RankReport, step: MeshStep) -> list[list[int]]:
         """Exchanges the reports on all shares; returns those of all ranks of the site as words."""
         ...
 
-    def spread(self, step: MeshStep) -> Spread:
+    def spread(self, step: MeshStep) -> ScatterResult:
         """Leaves the mean gradients of all shares on this rank, once the step counts."""
         ...
 
@@ -94,16 +96,16 @@ class MeshStep(SharedStep):
         planner: of this rank's share.
     """
 
-    def __init__(self, spec: StepSpec, inside: Inside, planner: SharePlanner) -> None:
+    def __init__(self, spec: StepSpec, inside: IntraSiteReducer, planner: SharePlanner) -> None:
         self.task, self.captured = spec.task, spec.captured()
         self.choice: Choice | None = None
         self.decision: Decision | None = None
         self._spec, self.inside, self._shares = spec, inside, planner
         self._own: StepSpec | None = None
-        self._worst = Fate.GOOD
+        self._worst = RankStatus.GOOD
         self._error: Exception | None = None
         self._begun = False
-        self._spread: Spread | None = None
+        self._spread: ScatterResult | None = None
 
     @property
     def place(self) -> str:
@@ -131,7 +133,7 @@ class MeshStep(SharedStep):
     def agreed(self) -> Sequence[Header]:
         """Returns the headers of all sites."""
         if not self._begun:
-            self._reduce(Fate.GOOD)
+            self._reduce(RankStatus.GOOD)
             self._begin()
         return super().agreed()
 
@@ -143,7 +145,7 @@ class MeshStep(SharedStep):
             StepDiscardedError: some rank raised; what is in `param.grad` is void.
             ExchangeError: some rank of the site is lost, or its counterparts are.
         """
-        decision = self._go_through(Fate.GOOD)
+        decision = self._go_through(RankStatus.GOOD)
         if not decision.good:
             self.clear()
         if self._error is not None:
@@ -159,13 +161,13 @@ class MeshStep(SharedStep):
     @torch.no_grad()
     def abandon(self, changed: str | None = None) -> None:
         """Ends a step whose backward raised here, or whose model changed, with all other ranks."""
-        self._go_through(Fate.FAILED, changed)
+        self._go_through(RankStatus.FAILED, changed)
 
     def clear(self) -> None:
         """Drops all gradients of a step that does not count."""
         param_grad.drop(self.inside.params.values())
 
-    def _go_through(self, fate: Fate, changed: str | None = None) -> Decision:
+    def _go_through(self, fate: RankStatus, changed: str | None = None) -> Decision:
         """Goes through the whole step; errors name no sites, as the ranks of one are none."""
         try:
             if self._own is None:
@@ -179,14 +181,14 @@ class MeshStep(SharedStep):
             if self._spread is None:  # no rank knows by itself whether the step counts
                 self.choice = self.decision = None
 
-    def _reduce(self, fate: Fate) -> None:
+    def _reduce(self, fate: RankStatus) -> None:
         """Pools the gradients inside the site, at the ranks whose shares they are."""
-        if fate == Fate.GOOD:
+        if fate == RankStatus.GOOD:
             try:
                 self._spec.refuse_leftover()
                 self.inside.prepare(self.captured)
             except Exception as error:
-                fate, self._error = Fate.FAILED, error
+                fate, self._error = RankStatus.FAILED, error
         with ranks_named(self.inside.local):
             self._own, self._worst = self.inside.reduce(self._spec, self.captured, fate)
 
@@ -195,33 +197,33 @@ class MeshStep(SharedStep):
         super().__init__(self._own)
         self._begun = True
 
-    def _share(self, fate: Fate, changed: str | None) -> Fate:
+    def _share(self, fate: RankStatus, changed: str | None) -> RankStatus:
         """Goes through the step with this rank's counterparts at the other sites."""
         try:
             with ranks_named(self._spec.comm):
                 if not self._begun:
                     self._begin()
-                if fate == Fate.GOOD:
+                if fate == RankStatus.GOOD:
                     super().finish()
                 else:
                     super().abandon(changed)
         except StepDiscardedError:
-            fate = Fate.FAILED
+            fate = RankStatus.FAILED
         except ExchangeError as error:
-            fate, self._error = Fate.LOST, error
+            fate, self._error = RankStatus.LOST, error
         except Exception as error:
-            fate, self._error = Fate.FAILED, error
-        return fate if self.applied or fate != Fate.GOOD else Fate.FAILED
+            fate, self._error = RankStatus.FAILED, error
+        return fate if self.applied or fate != RankStatus.GOOD else RankStatus.FAILED
 
-    def _ended(self, fate: Fate) -> Ending:
-        if fate == Fate.GOOD:
-            return Ending(fate, Verdict.GOOD, self._spec.comm.rank)
+    def _ended(self, fate: RankStatus) -> RankReport:
+        if fate == RankStatus.GOOD:
+            return RankReport(fate, Verdict.GOOD, self._spec.comm.rank)
         if self.decision is None or self.decision.good:
-            return Ending(fate, Verdict.FAILED, self._spec.comm.rank)
+            return RankReport(fate, Verdict.FAILED, self._spec.comm.rank)
         vote, own = self.decision.vote, self.subjects.names
         names = self.all_subjects.names
         param = NOTHING if vote.param == NOTHING else names.index(own[vote.param])
-        return Ending(fate, self.decision.verdict, vote.rank, param)
+        return RankReport(fate, self.decision.verdict, vote.rank, param)
 
     def _lost_share(self, rank: int) -> ExchangeError:
         own = self._error
@@ -237,19 +239,21 @@ class MeshStep(SharedStep):
         """Parameters and buffers that the votes on all shares can be about."""
         return Subjects(list(self._spec.model.params), self._spec.buffers.names)
 
-    def _conclude(self, own: Ending) -> Decision:
+    def _conclude(self, own: RankReport) -> Decision:
         """Spreads the means if all shares arrived; raises ExchangeError if a rank is lost."""
         counts = len(self.all_subjects.names), self._spec.comm.world_size
         with ranks_named(self.inside.local):
             told = enumerate(self.inside.tell(own, self))
-        endings = [Ending.parse(words, rank, *counts) for rank, words in told]
+        endings = [RankReport.parse(words, rank, *counts) for rank, words in told]
         fates = [ending.fate for ending in endings]
         worst = max(fates)
-        self._shares.conclude(applied=worst == Fate.GOOD)
-        if worst == Fate.LOST:
+        self._shares.conclude(applied=worst == RankStatus.GOOD)
+        if worst == RankStatus.LOST:
             raise self._lost_share(fates.index(worst))
         with ranks_named(self.inside.local):
-            spread = self._spread = self.inside.spread(self) if worst == Fate.GOOD else Spread()
+            spread = self._spread = (
+                self.inside.spread(self) if worst == RankStatus.GOOD else ScatterResult()
+            )
         self.choice, self.context.used = spread.choice, spread.used
         said = max(endings, key=lambda ending: ending.verdict)  # the first of the worst
         header, self.subjects = self._spec.header, self.all_subjects

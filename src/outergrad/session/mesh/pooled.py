@@ -19,12 +19,12 @@ from outergrad.messages.header import Header, Join
 from outergrad.messages.layout import Layout
 from outergrad.messages.raw import as_tensor
 from outergrad.messages.wire import Piece, State
-from outergrad.session.mesh.mesh_step import MeshStep, Spread
+from outergrad.session.mesh.mesh_step import MeshStep, ScatterResult
 from outergrad.session.mesh.pooling import Pooling, SharePlanner, message_bytes, pool
 from outergrad.session.mesh.rank_reports import (
     ENDING_WORDS,
-    Ending,
-    Fate,
+    RankReport,
+    RankStatus,
     Report,
     reasons_text,
     told_reasons,
@@ -86,12 +86,14 @@ class Pooled:
                 )
         captured.compute()
 
-    def reduce(self, spec: StepSpec, captured: Captured, fate: Fate) -> tuple[StepSpec, Fate]:
+    def reduce(
+        self, spec: StepSpec, captured: Captured, fate: RankStatus
+    ) -> tuple[StepSpec, RankStatus]:
         """Sends each rank what it pools, and receives rows and gradients of this rank's share."""
         reports = self._reports(spec.header, captured, fate)
         pooling, share = Pooling(spec.model, self._planner.shares, reports), self._planner.share
         worst, carried_over = max(report.fate for report in reports), CarriedOver()
-        if worst == Fate.GOOD:
+        if worst == RankStatus.GOOD:
             for name in pooling.formed:
                 captured.settle(name)
             means, stacked = pool(pooling, self.local, captured)
@@ -112,7 +114,7 @@ class Pooled:
         )
         return own, worst
 
-    def _reports(self, header: Header, captured: Captured, fate: Fate) -> list[Report]:
+    def _reports(self, header: Header, captured: Captured, fate: RankStatus) -> list[Report]:
         """Exchanges the reports of all ranks of the site on their backward passes."""
         comm, found = self.local, captured.has_autograd_grad
         ours = replace(header, rank=comm.rank)
@@ -136,11 +138,11 @@ class Pooled:
         self._buffers, self._site_buffers = buffers, buffers.pooled(message.values())
         return self._site_buffers
 
-    def tell(self, ending: Ending, step: MeshStep) -> list[list[int]]:
+    def tell(self, ending: RankReport, step: MeshStep) -> list[list[int]]:
         """Exchanges the reports on all shares, with used parameters, taps and a text's length."""
         planner, choice, share = self._planner, step.choice, self._planner.share
         used, tap_next = [False] * len(share.params), (False,) * len(share.units)
-        if ending.fate == Fate.GOOD and choice is not None:
+        if ending.fate == RankStatus.GOOD and choice is not None:
             found = step.context.used | self._stays
             used, tap_next = [name in found for name in share.params], choice.tap_next
             news = dict(zip(share.units, choice.reasons, strict=True))
@@ -153,7 +155,7 @@ class Pooled:
         self._told = [words[ENDING_WORDS:] for words in said]
         return [words[:ENDING_WORDS] for words in said]
 
-    def spread(self, step: MeshStep) -> Spread:
+    def spread(self, step: MeshStep) -> ScatterResult:
         """Sends this share's mean gradients to all ranks, and writes those of the other shares."""
         shares, known, used = self._planner.shares, self._planner.known, set[str]()
         tap_next: dict[Unit, bool] = {}
@@ -171,7 +173,7 @@ class Pooled:
                 told = told_reasons(text.cpu().numpy().tobytes(), rank, len(share.units))
                 known.update(zip(share.units, told, strict=True))
         self._buffers.take_pooled(self._site_buffers)
-        return Spread(frozenset(used), tap_next, known)
+        return ScatterResult(frozenset(used), tap_next, known)
 
     def _gathered(self, layouts: list[Layout]) -> list[Tensor]:
         comm, own = self.local, layouts[self.local.rank]

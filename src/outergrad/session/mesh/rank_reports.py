@@ -13,7 +13,7 @@ from outergrad.messages.header import Header, bounded
 from outergrad.messages.vote import NOTHING, Verdict
 
 
-class Fate(IntEnum):
+class RankStatus(IntEnum):
     """Status of a step on one rank; the worst of a site's ranks decides."""
 
     GOOD = 0
@@ -23,10 +23,10 @@ class Fate(IntEnum):
     """The rank cannot reach its counterparts at the other sites any more."""
 
 
-def fate_of(word: int, rank: int) -> Fate:
-    """Decodes the status that a rank sent; raises ExchangeError if there is no such `Fate`."""
+def fate_of(word: int, rank: int) -> RankStatus:
+    """Decodes the status that a rank sent, or raises ExchangeError."""
     try:
-        return Fate(word)
+        return RankStatus(word)
     except ValueError:
         raise ExchangeError(f"local rank {rank} sent a fate of {word}") from None
 
@@ -42,7 +42,7 @@ class Report:
     """
 
     header: Header
-    fate: Fate
+    fate: RankStatus
     has_autograd_grad: tuple[bool, ...]
 
     def words(self) -> list[int]:
@@ -61,7 +61,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Ending:
+class RankReport:
     """Report of how a rank's share fared between the sites.
 
     Attributes:
@@ -72,7 +72,7 @@ class Ending:
             NOTHING.
     """
 
-    fate: Fate
+    fate: RankStatus
     verdict: Verdict
     site: int
     param: int = NOTHING
@@ -82,7 +82,7 @@ class Ending:
         return [self.fate, self.verdict, self.site, self.param]
 
     @staticmethod
-    def parse(words: Sequence[int], rank: int, subjects: int, sites: int) -> Ending:
+    def parse(words: Sequence[int], rank: int, subjects: int, sites: int) -> RankReport:
         """Decodes another rank's report.
 
         Raises:
@@ -91,7 +91,9 @@ class Ending:
         fate, verdict, site, param = words
         try:
             bounded("a subject of number", param + 1, subjects + 1)
-            return Ending(Fate(fate), Verdict(verdict), bounded("site", site, sites), param)
+            return RankReport(
+                RankStatus(fate), Verdict(verdict), bounded("site", site, sites), param
+            )
         except ValueError as error:
             raise ExchangeError(f"local rank {rank} says what cannot be: {error}") from None
 

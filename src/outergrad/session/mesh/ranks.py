@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from outergrad.comm.backends import store_of
 from outergrad.comm.board import StoreBoard
-from outergrad.comm.last_words import LastWords
+from outergrad.comm.failure_mailbox import FailureMailbox
 from outergrad.comm.store_host import USUAL_HOST, ends_with_a_site
 from outergrad.comm.words import words_of_all
 from outergrad.core.errors import BoardGoneError, ExchangeError
@@ -120,12 +120,12 @@ class Ranks(MeshRanks):
         """Returns the site of a rank, and its local rank."""
         return divmod(number, self._local)
 
-    def words(self, session: int, limit_s: float | None = None) -> LastWords | None:
+    def words(self, session: int, limit_s: float | None = None) -> FailureMailbox | None:
         """Returns the place for texts of a session; None if the ranks share no store."""
         store = self._meeting.store
         if store is None:
             return None
-        return LastWords(store, self.number, self.total, session, limit_s)
+        return FailureMailbox(store, self.number, self.total, session, limit_s)
 
     def give_up(
         self, text: str, final: str, enough: Enough, patience_s: float, session: int

@@ -19,8 +19,8 @@ from outergrad.methods.assignment import is_local, is_policy
 from outergrad.methods.common import is_method
 from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.mesh.levels import Levels, Mesh
-from outergrad.session.mesh.mesh_step import MeshStep, Spread
-from outergrad.session.mesh.rank_reports import Ending, Fate
+from outergrad.session.mesh.mesh_step import MeshStep, ScatterResult
+from outergrad.session.mesh.rank_reports import RankReport, RankStatus
 from outergrad.step.captured import Captured
 from outergrad.step.spec import StepSpec
 
@@ -155,24 +155,28 @@ class Sharded:
     def prepare(self, captured: Captured) -> None:
         """Does nothing: FSDP2 has reduced the gradients."""
 
-    def reduce(self, spec: StepSpec, captured: Captured, fate: Fate) -> tuple[StepSpec, Fate]:
+    def reduce(
+        self, spec: StepSpec, captured: Captured, fate: RankStatus
+    ) -> tuple[StepSpec, RankStatus]:
         """Gives the step the gradients that FSDP2 has left, and this rank's own status."""
         self._shards.take()
         used = captured.used
         header = replace(spec.header, used=tuple(name in used for name in spec.model.params))
         return replace(spec, header=header, used=set(used)), fate
 
-    def tell(self, ending: Ending, step: MeshStep) -> list[list[int]]:
+    def tell(self, ending: RankReport, step: MeshStep) -> list[list[int]]:
         """Gives the gradients back to the model, and exchanges the reports on all shares."""
         self._shards.give_back()
         return words_of_all(self.local, ending.words())
 
-    def spread(self, step: MeshStep) -> Spread:
+    def spread(self, step: MeshStep) -> ScatterResult:
         """Returns the result of this rank's shares; every rank has its mean gradients already."""
         assert step.choice is not None
         units, choice = self._model.units, step.choice
         reasons = dict(zip(units, choice.reasons, strict=True))
-        return Spread(step.context.used, dict(zip(units, choice.tap_next, strict=True)), reasons)
+        return ScatterResult(
+            step.context.used, dict(zip(units, choice.tap_next, strict=True)), reasons
+        )
 
 
 def broadcast_shards(levels: Levels, inspection: Inspection, model: nn.Module) -> None:

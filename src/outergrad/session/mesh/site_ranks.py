@@ -21,7 +21,7 @@ from outergrad.session.inspect import Inspection
 from outergrad.session.loop import BackwardLoop
 from outergrad.session.made_equal import ReplicaState
 from outergrad.session.mesh.levels import Levels
-from outergrad.session.mesh.mesh_step import Inside, MeshStep
+from outergrad.session.mesh.mesh_step import IntraSiteReducer, MeshStep
 from outergrad.session.mesh.pooled import Pooled
 from outergrad.session.mesh.pooling import SharePlanner, shares
 from outergrad.session.mesh.ranks import ranks_named
@@ -82,7 +82,7 @@ class PooledRanks(OneRank):
         assert isinstance(spec.planner, SharePlanner)
         return MeshStep(spec, self._inside(spec.planner, spec.model), spec.planner)
 
-    def _inside(self, planner: SharePlanner, model: Model) -> Inside:
+    def _inside(self, planner: SharePlanner, model: Model) -> IntraSiteReducer:
         return Pooled(model, planner, self._levels.local, self._transform)
 
     def note(self, step: SharedStep) -> None:

@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, SupportsInt
 from weakref import ref
 
-from outergrad.comm.standing import Standing
+from outergrad.comm.failure_report import FailureReport
 from outergrad.core.errors import BoardGoneError, ExchangeError, Failure
 from outergrad.core.transport import Board, Comm
 from outergrad.step.agreement import TROUBLE, Agreement, Outcome
 from outergrad.step.board_requests import Farewell, First, Get, Gone, Put, Request, Rest, Slot
-from outergrad.step.brought import Brought
 from outergrad.step.digests import Digests
-from outergrad.step.going_on import GOING_ON, GoesOn
 from outergrad.step.lost import Findings
+from outergrad.step.membership_record import GOING_ON, MembershipRecord
+from outergrad.step.step_result import StepResult
 
 MOST_SESSIONS = 64
 """Number of sessions, the latest ones, of which other sites are told."""
@@ -38,7 +38,7 @@ class Kept(Protocol):
         """Seconds since the current wait of this site began; 0 outside of waits."""
         ...
 
-    def brought(self) -> Brought | None:
+    def brought(self) -> StepResult | None:
         """Returns the result of the step once more; None if it is no longer there."""
         ...
 
@@ -62,13 +62,13 @@ class _Step:
     def content(self) -> bytes | None:
         """Returns the packed result of the step; None if it is no longer there."""
         if self.kept is None:
-            return Brought(self.applied).packed()
+            return StepResult(self.applied).packed()
         step = self.kept()
         brought = None if step is None else step.brought()
         return None if brought is None else brought.packed()
 
 
-class Pact:
+class CommitParticipant:
     """Commit participant: one site among the sites of a transport.
 
     Attributes:
@@ -164,7 +164,7 @@ class Pact:
 
     # -- when others are lost -------------------------------------------------------------------
 
-    def agree(self, comm: Comm, standing: Standing) -> Outcome:
+    def agree(self, comm: Comm, standing: FailureReport) -> Outcome:
         """Freezes this site and runs an agreement; if it is frozen, waits for that outcome.
 
         Args:
@@ -209,7 +209,7 @@ class Pact:
     # the greatest count: no site has begun more.
 
     @property
-    def goes_on(self) -> GoesOn | None:
+    def goes_on(self) -> MembershipRecord | None:
         """Sites that go on without the others, or with more; None if none do."""
         return None if self._outcome is None else self._outcome.goes_on
 
@@ -273,8 +273,10 @@ class Pact:
         board, everybody = comm.board, range(comm.world_size)
         assert board is not None
         try:
-            text = board.first(GOING_ON, GoesOn.proposed(self.made, everybody, self.coming))
-            goes_on = GoesOn.of(text, comm.rank, self.made)
+            text = board.first(
+                GOING_ON, MembershipRecord.proposed(self.made, everybody, self.coming)
+            )
+            goes_on = MembershipRecord.of(text, comm.rank, self.made)
             self._outcome = Outcome(Findings(()), goes_on=goes_on)
             self._begin_to_go_on(comm)
         except BoardGoneError as error:

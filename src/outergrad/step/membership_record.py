@@ -15,7 +15,7 @@ COME = "come"
 
 
 @dataclass(frozen=True)
-class GoesOn:
+class MembershipRecord:
     """Content of the membership record.
 
     Attributes:
@@ -34,7 +34,7 @@ class GoesOn:
         return json.dumps([made, sorted(sites), list(coming)])
 
     @staticmethod
-    def of(text: str, rank: int, made: int) -> GoesOn | None:
+    def of(text: str, rank: int, made: int) -> MembershipRecord | None:
         """Parses the record; None if it cannot be read, or this site does not go on.
 
         Args:
@@ -44,7 +44,7 @@ class GoesOn:
         """
         try:
             number, sites, coming = json.loads(text)
-            found = GoesOn(int(number), tuple(map(int, sites)), tuple(map(str, coming)))
+            found = MembershipRecord(int(number), tuple(map(int, sites)), tuple(map(str, coming)))
         except (ValueError, TypeError, RecursionError):
             return None
         return found if found.made == made and rank in found.sites else None

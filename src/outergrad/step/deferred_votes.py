@@ -9,13 +9,13 @@ from typing import Any, SupportsInt
 from outergrad.core.errors import DriftError, ExchangeError
 from outergrad.messages.wire import State
 from outergrad.step.commit import Ballot
-from outergrad.step.pact import Pact
+from outergrad.step.commit_participant import CommitParticipant
 
 _EVERY = 16
 """Steps per vote. One in each would cost small models a tenth of it: it wakes gloo's threads."""
 
 
-class LateVotes:
+class DeferredVotes:
     """Steps of a session that this site has applied without waiting for votes.
 
     By the messages of the next step the other sites show that they have made this one, too. The
@@ -86,7 +86,7 @@ class LateVotes:
         """Records that all voted for a step; other sites may still wait for a vote on it."""
         self._decided = step
 
-    def make(self, ballot: Ballot, step: Any, pact: Pact) -> None:
+    def make(self, ballot: Ballot, step: Any, participant: CommitParticipant) -> None:
         """Commits a step whose messages were all good; the sites vote on it if that is due.
 
         Raises:
@@ -95,7 +95,7 @@ class LateVotes:
         if self.first is not None:
             ballot.cover(self.first, int(self.digest))
         digest = ballot.digest
-        pact.makes(ballot.session, step, applied=True, digest=digest)
+        participant.makes(ballot.session, step, applied=True, digest=digest)
         if self.are_due:
             ballot.note_part()
             with suppress(ExchangeError):  # the next step finds it

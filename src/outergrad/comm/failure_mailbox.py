@@ -21,7 +21,7 @@ AT_EXIT, AT_END, _READ_BY = f"{_WORD}/exit", f"{_WORD}/end/{{}}", f"{_WORD}/read
 """Keys of the store, by site and session."""
 
 
-class LastWords:
+class FailureMailbox:
     """A mailbox, where each site of a process group leaves a text when it aborts.
 
     A site that leaves in order leaves a farewell at the end of each session, and one when its

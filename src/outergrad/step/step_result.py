@@ -19,7 +19,7 @@ _LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Brought:
+class StepResult:
     """Result of a step.
 
     Attributes:
@@ -45,7 +45,7 @@ class Brought:
         return len(head).to_bytes(_LENGTH_BYTES, "little") + head + body
 
     @staticmethod
-    def of(content: bytes) -> Brought | None:
+    def of(content: bytes) -> StepResult | None:
         """Parses the bytes that another site has put on the board; None if they cannot be read."""
         try:
             start = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
@@ -55,7 +55,7 @@ class Brought:
             return None
 
 
-def _read(told: dict, body: Tensor | None) -> Brought:
+def _read(told: dict, body: Tensor | None) -> StepResult:
     shapes = [
         [(str(name), _dtype(code), torch.Size(shape)) for name, code, shape in part]
         for part in told["parts"]
@@ -68,7 +68,7 @@ def _read(told: dict, body: Tensor | None) -> Brought:
         raise ValueError("not as it was put there")
     views = iter(found)
     parts = [{n: from_raw(next(views), dtype, shape) for n, dtype, shape in p} for p in shapes]
-    return Brought(told["applied"] is True, *parts)
+    return StepResult(told["applied"] is True, *parts)
 
 
 def _dtype(told: str) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""A model of `outergrad.comm.last_words.LastWords`, one call of the store at a time."""
+"""A model of `outergrad.comm.failure_mailbox.LastWords`, one call of the store at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _POLL_S = 0.02
 _GAVE_UP = "gave up"
 
 
-class LastWords:
+class FailureMailbox:
     """A mailbox where sites leave texts for each other when they abort or end.
 
     Args:

@@ -37,7 +37,7 @@ class LastStep:
 
 
 @dataclass(frozen=True)
-class Standing:
+class FailureReport:
     """The failure report of a site: how far it has come, and why it ended or aborted.
 
     Attributes:
@@ -82,16 +82,16 @@ class Standing:
         return json.dumps({**vars(self), **told})
 
     @staticmethod
-    def of(text: str) -> Standing | None:
+    def of(text: str) -> FailureReport | None:
         """Reads a report; returns None if it cannot be read."""
         if len(text) > _LONGEST_TEXT:
             return None
         try:
             left = json.loads(text)
-            found = {f.name: _READERS[str(f.type)](left[f.name]) for f in fields(Standing)}
+            found = {f.name: _READERS[str(f.type)](left[f.name]) for f in fields(FailureReport)}
         except (ValueError, TypeError, KeyError, RecursionError):
             return None
-        return Standing(**found) if found["ended"] in ("", *ENDED) else None
+        return FailureReport(**found) if found["ended"] in ("", *ENDED) else None
 
 
 def printable(text: str) -> str:
