@@ -47,10 +47,10 @@ class ShapedLink:
         if rate is not None and not _LOWEST_BIT_PER_S <= rate <= _HIGHEST_BIT_PER_S:
             raise RecipeError(f"--link: a rate of {rate:g} bit/s cannot be had: {_RATE_HELP}")
         if not 0 <= self.rtt_s <= _LONGEST_RTT_S:
-            raise RecipeError(f"--rtt: {self.rtt_s:g} s cannot be had: {_RTT_HELP}")
+            raise RecipeError(f"--latency: {self.rtt_s:g} s cannot be had: {_RTT_HELP}")
         if self.loopback and (self.rtt_s or rate is not None):
             raise RecipeError(
-                "--rtt: --link loopback has neither latency nor rate: leave out --rtt, "
+                "--latency: --link loopback has neither latency nor rate: leave out --latency, "
                 "or use --link none"
             )
 
@@ -88,19 +88,19 @@ class Place:
         os.environ["GLOO_SOCKET_IFNAME"] = self.interface
 
 
-def parse_link(rate: str, rtt: str = "0ms", option: str = "--rtt") -> ShapedLink:
+def parse_link(rate: str, latency: str = "0ms", option: str = "--latency") -> ShapedLink:
     """Parses a link from the command line.
 
     Args:
         rate: ``none``, ``loopback``, or a number with ``kbit``, ``mbit`` or ``gbit``.
-        rtt: A number with ``ms`` or ``s``.
-        option: Name of the option that gave `rtt`, for errors.
+        latency: Seconds there and back, as a number with ``ms`` or ``s``.
+        option: Name of the option that gave `latency`, for errors.
 
     Raises:
         RecipeError: The text cannot be read, or such a link cannot be made.
     """
     word = rate.strip().lower()
-    rtt_s = _quantity(option, rtt, _TIME_UNITS, _RTT_HELP)
+    rtt_s = _quantity(option, latency, _TIME_UNITS, _RTT_HELP)
     if word in ("none", "loopback"):
         return ShapedLink(rate_bit_per_s=None, rtt_s=rtt_s, loopback=word == "loopback")
     return ShapedLink(rate_bit_per_s=parse_rate(rate, "--link"), rtt_s=rtt_s)
@@ -129,7 +129,8 @@ def what_is_missing(link: ShapedLink, sites: int) -> str | None:
         if shutil.which(tool) is None:
             return f"--link {link.name} needs `{tool}`: install iproute2, or use --link loopback"
     if link.rtt_s and not (can_relay() or has_netem()):
-        return "--rtt needs netem in the kernel, or `cc` and /dev/net/tun: add one, or leave it out"
+        needs = "netem in the kernel, or `cc` and /dev/net/tun"
+        return f"--latency needs {needs}: add one, or leave it out"
     return None
 
 

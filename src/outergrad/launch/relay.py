@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from outergrad.launch.errors import RecipeError
 
 SOURCE = Path(__file__).with_name("relay.c")
-_REMEDY = "mend it, or leave out --rtt"
+_REMEDY = "mend it, or leave out --latency"
 
 
 def can_relay() -> bool:
@@ -45,11 +45,11 @@ def relay(namespace: str, taps: Sequence[str], delay_s: float) -> Iterator[None]
         said = process.stdout.readline()
     with process:
         if said != "ready\n":
-            raise RecipeError(f"--rtt: the relay does not start ({said.strip()}): {_REMEDY}")
+            raise RecipeError(f"--latency: the relay does not start ({said.strip()}): {_REMEDY}")
         yield
         if process.poll() is not None:
             why = " ".join(process.stdout.read().split()) or f"code {process.returncode}"
-            raise RecipeError(f"--rtt: the relay ended too early ({why}): try again")
+            raise RecipeError(f"--latency: the relay ended too early ({why}): try again")
 
 
 def _compile(folder: str) -> str:
@@ -57,5 +57,5 @@ def _compile(folder: str) -> str:
     done = subprocess.run(["cc", "-O2", "-o", program, str(SOURCE)], capture_output=True, text=True)
     if done.returncode != 0:
         why = next(iter(done.stderr.splitlines()), f"code {done.returncode}")
-        raise RecipeError(f"--rtt: cannot compile the relay ({why}): {_REMEDY}")
+        raise RecipeError(f"--latency: cannot compile the relay ({why}): {_REMEDY}")
     return program

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from outergrad.core.protocols import Method
 from outergrad.methods.common import is_method
+
+_JOINT = (
+    "PerLayer(joint=True) is deprecated and will be removed: leave it out, so that each site's own "
+    "part follows its own loss, or share that part, too, by og.RankDAD(...) or og.DAD() instead of "
+    'og.Local() (docs/benchmarks.md, "Encoders of one\'s own")'
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +41,7 @@ class PerLayer:
             is any text, `?` any character, `[ab]` one of them (fnmatch, case-sensitive).
         joint: True if a `Local` part below shared ones receives, in backward, the mean over the
             sites of their deltas, row by row, instead of the site's own (docs/methods.md).
+            Deprecated: by what was measured it loses to both alternatives.
     """
 
     methods: Mapping[str, Method]
@@ -53,6 +61,8 @@ class PerLayer:
             raise ValueError("PerLayer: joint=True averages in every backward: leave every=1")
         if self.joint and Local() not in self.methods.values():
             raise ValueError("PerLayer: joint=True; give some pattern the method og.Local()")
+        if self.joint:
+            warnings.warn(_JOINT, FutureWarning, stacklevel=3)
 
     def candidates(self, name: str) -> Sequence[Method | None]:
         """Returns the one method that a parameter has."""

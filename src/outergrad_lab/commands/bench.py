@@ -22,7 +22,9 @@ from outergrad_lab.bench.run import notes
 from outergrad_lab.peers.named import METHOD_HELP
 from outergrad_lab.workloads import WORKLOADS
 
-Workload = Annotated[str, typer.Option(help=f"What to train: {', '.join(WORKLOADS)}.")]
+Model = Annotated[
+    str, typer.Option("--model", "--workload", help=f"What to train: {', '.join(WORKLOADS)}.")
+]
 LinkRates = Annotated[
     str,
     typer.Option(
@@ -32,7 +34,9 @@ LinkRates = Annotated[
         show_default="100mbit, or loopback without root or iproute2",
     ),
 ]
-Rtt = Annotated[str, typer.Option(help="Latency there and back, as 40ms.")]
+Latency = Annotated[
+    str, typer.Option("--latency", "--rtt", help="Latency there and back, as 40ms.")
+]
 Methods = Annotated[
     str,
     typer.Option(help=f"With commas, of: {METHOD_HELP}.", show_default=", ".join(COMPARED)),
@@ -69,9 +73,9 @@ USUAL = "100mbit"
 
 
 def bench(
-    workload: Workload = Plan.workload,
+    model: Model = Plan.workload,
     link: LinkRates = "",
-    rtt: Rtt = "0ms",
+    latency: Latency = "0ms",
     sites: Sites = Plan.sites,
     methods: Methods = "",
     steps: Steps = Plan.steps,
@@ -89,11 +93,11 @@ def bench(
 ) -> None:
     """Compare methods on this machine over links of your rate: time and bytes per step.
 
-    As root, for shaped links: outergrad bench --workload mlp --link 10mbit,100mbit
+    As root, for shaped links: outergrad bench --model mlp --link 10mbit,100mbit
     """
     with errors_in_one_line(), signals_in_one_line():
         plan = Plan(
-            workload=workload,
+            workload=model,
             methods=tuple(map(str.strip, methods.split(","))) if methods else COMPARED,
             sites=sites,
             steps=steps,
@@ -108,7 +112,7 @@ def bench(
         )
         if check and until_loss:
             raise RecipeError("--check compares bytes per step: leave out --until-loss")
-        links = choose_links(link, rtt, sites)
+        links = choose_links(link, latency, sites)
         report = Report(result_file(out, plan, links), checked=check, verbose=verbose)
         report.begin(notes(plan, links))
         command = ["outergrad", *sys.argv[1:]]
@@ -116,13 +120,13 @@ def bench(
         report.end(results)
 
 
-def choose_links(rates: str, rtt: str, sites: int) -> list[ShapedLink]:
+def choose_links(rates: str, latency: str, sites: int) -> list[ShapedLink]:
     """Parses the requested links; without any, chooses what this machine can do.
 
     Raises:
         RecipeError: A link cannot be parsed, or this machine cannot have it.
     """
-    links = [parse_link(rate, rtt) for rate in (rates or USUAL).split(",")]
+    links = [parse_link(rate, latency) for rate in (rates or USUAL).split(",")]
     for link in links:
         missing = what_is_missing(link, sites)
         if missing and (rates or link.rtt_s):

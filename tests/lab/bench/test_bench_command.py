@@ -38,8 +38,8 @@ MISTAKES = {
     "link": (["--link", "fast"], "such as 10mbit"),
     "one bad link of two": (["--link", "loopback,1bit"], "--link '1bit' cannot be read"),
     "impossible rate": (["--link", "1kbit"], "a rate from 8kbit to 100gbit"),
-    "rtt": (["--rtt", "40"], "--rtt '40' cannot be read"),
-    "rtt on loopback": ([*LOOPBACK, "--rtt", "40ms"], "leave out --rtt"),
+    "rtt": (["--rtt", "40"], "--latency '40' cannot be read"),
+    "rtt on loopback": ([*LOOPBACK, "--rtt", "40ms"], "leave out --latency"),
     "folder": ([*LOOPBACK, "--out", os.devnull], "--out /dev/null: File exists"),
 }
 

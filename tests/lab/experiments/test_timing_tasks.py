@@ -21,7 +21,7 @@ REFUSED = [
     ({"sites": 1}, "sites must be a whole number of 2"),
     ({"sites": "2"}, "sites must be a whole number"),
     ({"link": "fast"}, "--link 'fast'"),
-    ({"rtt": "4"}, "--rtt '4'"),
+    ({"rtt": "4"}, "--latency '4'"),
     ({"methods": "ddp"}, "methods must be a list"),
     ({"methods": []}, "--methods"),
     ({"methods": ["magic"]}, "magic"),

@@ -38,9 +38,9 @@ IMPOSSIBLE = [
     *[(rate, "0ms", r"--link .*(such as 10mbit)") for rate in ("", "10", "mbit", "10mb", "fast")],
     *[(rate, "0ms", r"--link.* from 8kbit") for rate in ("0mbit", "-1mbit", "nanmbit", "infgbit")],
     *[(rate, "0ms", r"--link.* to 100gbit") for rate in ("7.9kbit", "100.1gbit", "1e3mbit")],
-    *[("none", rtt, r"--rtt .*such as 40ms") for rtt in ("", "40", "-1ms", "nans", "4us")],
-    ("none", "10.1s", r"--rtt: 10\.1 s .*to 10s"),
-    ("loopback", "40ms", r"--rtt: .*leave out --rtt, or use --link none"),
+    *[("none", rtt, r"--latency .*such as 40ms") for rtt in ("", "40", "-1ms", "nans", "4us")],
+    ("none", "10.1s", r"--latency: 10\.1 s .*to 10s"),
+    ("loopback", "40ms", r"--latency: .*leave out --latency, or use --link none"),
 ]
 PIECE = 256 << 10
 TEN_MBIT = ShapedLink(rate_bit_per_s=1e7)
@@ -84,7 +84,7 @@ def test_what_is_missing_is_told_with_a_remedy(monkeypatch):
     assert "--sites 65: --link 10mbit joins at most 64" in str(what_is_missing(TEN_MBIT, 65))
     monkeypatch.setattr(links, "can_relay", lambda: False)
     monkeypatch.setattr(links, "has_netem", lambda: False)
-    assert "--rtt needs netem" in str(what_is_missing(late, 2))
+    assert "--latency needs netem" in str(what_is_missing(late, 2))
     assert what_is_missing(TEN_MBIT, 2) is None
     for tool in ("tc", "ip"):
         del has[tool]

@@ -25,13 +25,13 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
     source = tmp_path / "relay.c"
     source.write_text('#error "no such machine"\n')
     monkeypatch.setattr(module, "SOURCE", source)
-    said = r"^--rtt: cannot compile the relay \(.*no such machine"
+    said = r"^--latency: cannot compile the relay \(.*no such machine"
     with pytest.raises(RecipeError, match=said), relay("any", ["tap0"], 0.01):
         pass
 
 
 def test_a_relay_that_does_not_start_is_quoted():
-    said = r"^--rtt: the relay does not start \(.*no-such-place"
+    said = r"^--latency: the relay does not start \(.*no-such-place"
     with pytest.raises(RecipeError, match=said), relay("no-such-place", ["tap0"], 0.01):
         pass
 
@@ -44,7 +44,7 @@ def kill_the_relay():
 
 
 def test_a_relay_that_ends_too_early_is_told():
-    said = r"^--rtt: the relay ended too early \(code -9\)"
+    said = r"^--latency: the relay ended too early \(code -9\)"
     with (
         pytest.raises(RecipeError, match=said),
         namespaces(2, None, 0.0) as names,

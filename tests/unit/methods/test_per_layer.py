@@ -419,3 +419,8 @@ def test_copies_and_pickles_of_joint_parts_are_plain():
         return [type(m) for m in replica.modules()]
 
     assert run_on_lasting_groups(2, body) == [[type(m) for m in original.modules()]] * 2
+
+
+def test_joint_is_deprecated_and_says_what_to_use():
+    with pytest.warns(FutureWarning, match=r"deprecated.*leave it out.*share that part"):
+        og.PerLayer({"encoder.*": og.Local(), "*": og.DAD()}, joint=True)

@@ -26,8 +26,10 @@ COMPARED = "dense,dad,edad,og-powersgd:rank=4,rank-dad-1,rank-dad-4,rank-dad:ran
 Model = Annotated[
     str,
     typer.Option(
+        "--model",
+        "--workload",
         help=f"One of {', '.join(known())}; or module:factory, a function of your own that "
-        "is given the number of rows and returns (model, inputs)."
+        "is given the number of rows and returns (model, inputs).",
     ),
 ]
 Rows = Annotated[
@@ -43,7 +45,7 @@ LinkRate = Annotated[
 ]
 Latency = Annotated[
     str,
-    typer.Option("--latency", "--rtt", help="Latency there and back, as 40ms; the --rtt of bench."),
+    typer.Option("--latency", "--rtt", help="Latency there and back, as 40ms."),
 ]
 Transport = Annotated[
     str,
@@ -96,7 +98,7 @@ def plan(
             model=model,
             rows=rows,
             sites=sites,
-            link=parse_link(link, latency, "--latency"),
+            link=parse_link(link, latency),
             transport=transport,
             hub_bit_per_s=None if hub_link is None else parse_rate(hub_link, "--hub-link"),
             methods=tuple(map(str.strip, methods.split(","))),
