@@ -87,6 +87,15 @@ def test_no_method_waits_for_a_descendant():
             assert not stub, f"{name}.{method.name} only raises NotImplementedError"
 
 
+def test_no_code_asks_what_kind_of_step_it_has():
+    kinds = {"UnsyncedStep", "SharedStep", "RepeatedStep", "MeshStep"}
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+                asked = {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}
+                assert not asked & kinds, f"{file}:{node.lineno} asks for {asked & kinds}"
+
+
 def test_docstrings_open_with_a_statement():
     riddles = [f"{place} {line}" for place, line in documented() if RIDDLE.match(line)]
     assert not riddles, "\n".join(riddles)

@@ -26,7 +26,7 @@ from outergrad.session.membership import Membership
 from outergrad.session.next_forward import NextForward
 from outergrad.session.ranks import OneRank
 from outergrad.session.reporting import Reporter
-from outergrad.session.running_step import Planned
+from outergrad.session.running_step import PlannedStep
 from outergrad.session.settings import Settings
 from outergrad.session.state import Owner
 from outergrad.step import param_grad
@@ -149,7 +149,7 @@ class Exchange:
 
     def synchronised(
         self, task: int, used: set[str], before: RepeatedStep | None = None
-    ) -> Planned:
+    ) -> tuple[PlannedStep, DueParts]:
         """Begins a backward pass that shares what is due; a single site sends no messages.
 
         Args:

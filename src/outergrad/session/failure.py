@@ -86,7 +86,8 @@ class FailureHandler:
         self._note_lost(place, error, found)
         if not found.counted:
             param_grad.drop(self._parameters)
-        self._ranks.clear(self._running.step)
+        if (step := self._running.shared) is not None:
+            step.clear()
         return found.counted
 
     def counts_elsewhere(self, step: SharedStep, error: ExchangeError) -> bool:
@@ -114,8 +115,9 @@ class FailureHandler:
         """Words for what this site waits for."""
         if self._running.step is None and not self._votes.is_settled:
             return f"the other sites' word on what they received in {self._votes.about}"
-        step = self._running.escalate()
-        return step.place if isinstance(step, SharedStep) else "the headers"
+        self._running.escalate()
+        step = self._running.shared
+        return "the headers" if step is None else step.place
 
     def tell_part(self, step: int, *, counted: bool = False) -> None:
         """Tells the transport in which unvoted steps before this one the site took part."""
@@ -133,9 +135,10 @@ class FailureHandler:
         self._mishaps.lost(note_lost(at.comm, step, place, error, found))
 
     def _find_out(self, error: ExchangeError) -> Outcome:
-        step, at = self._running.escalate(), self._at
+        self._running.escalate()
+        step, at = self._running.shared, self._at
         standing = standing_of(error, at.stats.step, at.number, at.group.ends, at.comm.mesh)
-        outcome = give_up(at.comm, replace(standing, voted=self._ranks.has_voted(step)))
+        outcome = give_up(at.comm, replace(standing, voted=step is not None and step.voted))
         self._votes.forget()
         return outcome
 

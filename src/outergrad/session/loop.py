@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,14 +33,13 @@ from outergrad.session.after_step import Aftermath, Follower, StepOutcome
 from outergrad.session.core import Core
 from outergrad.session.elastic import Elastic
 from outergrad.session.failure import FailureHandler
-from outergrad.session.running_step import Planned, Step
+from outergrad.session.running_step import PlannedStep, Step
 from outergrad.step import param_grad
-from outergrad.step.cadence import Share
+from outergrad.step.cadence import DueParts, Share
 from outergrad.step.header_builder import Loop
 from outergrad.step.joint import JointStep, Point, described
 from outergrad.step.repeated import Pattern, RepeatedStep
 from outergrad.step.step import SharedStep
-from outergrad.step.unsynced import UnsyncedStep
 
 LOOKS, LOOKS_EVERY = 3, 16
 """In 3 of every 16 steps gradients are compared once backward has ended. That takes a microsecond
@@ -137,21 +135,16 @@ class BackwardLoop:
         """Takes the factors of a product whose delta has arrived."""
         self._refuse_detached()
         self._current()
-        step = self._step_of(slot.weight)
-        assert not isinstance(step, RepeatedStep)
+        step = self._planned_of(slot.weight)
         step.captured.add(slot, factors)
 
     def on_gradient(self, name: str) -> None:
         """Notes that autograd itself has a gradient for the parameter."""
-        step = self._step_of(name)
-        if not isinstance(step, RepeatedStep):
-            step.captured.has_autograd_grad.add(name)
+        self._step_of(name).note_gradient(name)
 
     def on_written(self, name: str) -> None:
         """Notes that the backward wrote to `param.grad` itself."""
-        step = self._step_of(name)
-        if isinstance(step, SharedStep):  # otherwise it is in the sum of several passes
-            step.captured.has_autograd_grad.add(name)
+        self._step_of(name).note_written(name)
 
     def on_ready(self, name: str) -> None:
         """Notes that this backward has nothing more for the parameter."""
@@ -165,7 +158,7 @@ class BackwardLoop:
         with self._failure.guard():
             step = self._current()
         step.captured.used.add(name)
-        if isinstance(step, UnsyncedStep):
+        if step.shared is None:
             self._exchange.unshared.add(name)
 
     def on_stale(self, name: str) -> None:
@@ -192,10 +185,12 @@ class BackwardLoop:
         self.refuse(self.guard.before_applying(optimizer))
         self._elastic.before_applying(optimizer)
 
-    def _current(self) -> Any:
+    def _current(self) -> PlannedStep:
         """Returns the step of the backward that runs, as one that takes products."""
         self._step_of("")
-        return self._running.escalate()
+        step = self._running.escalate()
+        assert step is not None
+        return step
 
     def _step_of(self, name: str) -> Step:
         """Returns the step of a parameter; the first event of a backward begins it.
@@ -213,6 +208,12 @@ class BackwardLoop:
             return step
         later = running.due_parts.later
         return later if name in later.captured.model.params else step
+
+    def _planned_of(self, name: str) -> PlannedStep:
+        """Returns the step of a parameter, once it has a plan of its own."""
+        running, later = self._running, self._running.due_parts and self._running.due_parts.later
+        assert running.planned is not None
+        return later if later and name in later.captured.model.params else running.planned
 
     def _refuse_detached(self) -> None:
         if not self._at.attached:
@@ -236,7 +237,7 @@ class BackwardLoop:
             else:
                 step, due_parts = self._exchange.unsynchronised(task, used), None
             self._running.begin(step, due_parts)
-            if isinstance(step, SharedStep):
+            if step.shared is not None:
                 self._at.group.running.append(self)
                 step.captured.has_autograd_grad |= written
             self._past_autograd.begin(used)
@@ -262,11 +263,11 @@ class BackwardLoop:
             return None
         step = RepeatedStep(pattern, task, number, participant, exchange.votes, group.turns)
         group.running.append(self)
-        self._running.begin(step, planned=partial(self._planned, step))
+        self._running.begin_repeated(step, partial(self._planned, step))
         self.counted_task, self.on_counted = task, step.on_ready
         return step
 
-    def _planned(self, step: RepeatedStep) -> Planned:
+    def _planned(self, step: RepeatedStep) -> tuple[PlannedStep, DueParts]:
         """Continues a repeated step by one with a plan of its own, with what was sent of it."""
         self._at.group.running.remove(self)
         self._pattern, self.counted_task, self.on_counted = None, NO_TASK, _ignored
@@ -297,96 +298,95 @@ class BackwardLoop:
         number, change = self._at.stats.step, self._past_autograd.refused()
         if change is not None:  # the others hear of it as of any backward that raised
             raise change.error(self._at.comm.rank)
-        if isinstance(step, RepeatedStep) and self._succeeds(step):
-            self._finish_repeated(step)
+        repeated = self._running.repeated
+        if repeated is not None and self._succeeds(repeated):
+            self._finish_repeated(repeated)
         else:
             self.finish(self._running.escalate())
         if number % LOOKS_EVERY < LOOKS and self._at.stats.step > number:
             at_end_of_backward(partial(self._refuse_overwritten, self._left()))
 
-    def finish(self, step: Step | None) -> None:
+    def finish(self, step: PlannedStep | None) -> None:
         """Makes the gradients of a step the mean over the sites; then come its followers.
 
         Raises:
             StepDiscardedError: the step does not count, on any site.
             SiteLostError: another site is lost.
         """
-        if step is None or step is not self._running.step:
+        if step is None or step is not self._running.planned:
             return
         due_parts = self._running.due_parts
         try:
             self._finish(step)
         except StepDiscardedError as error:
-            if not isinstance(step, SharedStep):
+            if (shared := step.shared) is None:
                 raise
-            context = step.context
+            context = shared.context
             told = self._exchange.attendance.explained(error, context.headers, context.header.step)
             if told is error:
                 raise
             raise told from error
-        if isinstance(step, SharedStep):
-            self._exchange.attendance.note(step.context.headers)
-            used = step.context.used if step.applied else frozenset[str]()
-            outcome = StepOutcome(used, used, applied=step.applied)
+        if (shared := step.shared) is not None:
+            self._exchange.attendance.note(shared.context.headers)
+            used = shared.context.used if shared.applied else frozenset[str]()
+            outcome = StepOutcome(used, used, applied=shared.applied)
         elif due_parts is not None:
             outcome = StepOutcome(due_parts.used | due_parts.released)
         else:
-            assert isinstance(step, UnsyncedStep)
             outcome = StepOutcome(step.captured.used, is_own=self._exchange.several)
         self._follow(outcome)
-        if isinstance(step, SharedStep):
-            self._ranks.note(step)
+        if shared is not None:
+            self._ranks.note(shared)
 
     def _follow(self, outcome: StepOutcome) -> None:
         self.meets_hooks = False
         for follower in self._followers:
             follower(outcome)
 
-    def _finish(self, step: Step) -> None:
-        exchange, due_parts = self._exchange, self._running.due_parts
+    def _finish(self, step: PlannedStep) -> None:
+        exchange, due_parts, shared = self._exchange, self._running.due_parts, step.shared
         try:
             self._complete(step)
             if due_parts is not None:
                 used = due_parts.used | due_parts.released
-                shared = step.context.used if isinstance(step, SharedStep) else used
-                exchange.cadence.finish(due_parts, shared)
+                exchange.cadence.finish(due_parts, shared.context.used if shared else used)
                 exchange.unshared.clear()
-            if isinstance(step, SharedStep) and step.applied:
-                if step.task == NO_TASK:  # without a backward, the gradients are used
+            if shared is not None and shared.applied:
+                if shared.task == NO_TASK:  # without a backward, the gradients are used
                     self._tentative.nothing_left()
                 else:
-                    self._tentative.left(step.context.used)
+                    self._tentative.left(shared.context.used)
         finally:
             self._close_and_note(step)
 
-    def _complete(self, step: Step) -> None:
-        if isinstance(step, SharedStep):
+    def _complete(self, step: PlannedStep) -> None:
+        if (shared := step.shared) is not None:
             try:
-                step.finish()
+                shared.finish()
             except ExchangeError as error:
-                if not self._failure.counts_elsewhere(step, error):
+                if not self._failure.counts_elsewhere(shared, error):
                     raise self._failure.error() from error
         elif self._running.due_parts is not None and self._mishaps.skips_bad:
             self._mishaps.alone(self._at.stats.step)
 
-    def close(self, step: Step) -> None:
+    def close(self, step: PlannedStep) -> None:
         """Forgets a step that is over, and continues with what it has chosen and decided."""
         due_parts, exchange = self._running.end(), self._exchange
-        shared = isinstance(step, SharedStep)
-        if shared:
+        shared = step.shared
+        if shared is not None:
             self._at.group.running.remove(self)
         exchange.forget_awaited()
-        if shared or not exchange.several:  # else they add up
+        if shared is not None or not exchange.several:  # else they add up
             exchange.forget_pass(due_parts)
-        if shared:
-            self._follow_up(step)
+        if shared is not None:
+            self._follow_up(shared)
         elif due_parts is not None and due_parts.due is not None:
             self._aftermath.follow_alone()
 
-    def _close_and_note(self, step: Step) -> None:
+    def _close_and_note(self, step: PlannedStep) -> None:
         self.close(step)
-        if isinstance(step, SharedStep):
-            self._aftermath.note(step)
+        if (shared := step.shared) is not None:
+            self._aftermath.note(shared)
 
     def _follow_up(self, step: SharedStep) -> None:
         self._aftermath.follow(step)
@@ -436,14 +436,15 @@ class BackwardLoop:
     def end_unfinished(self, *, unless: int) -> None:
         """Ends a step whose backward raised here, so that all sites are in step again."""
         self._settle_first()
-        if self._raised_early and not isinstance(self._running.step, SharedStep | RepeatedStep):
+        running = self._running
+        if self._raised_early and running.shared is None and running.repeated is None:
             self._end_raised_early()
             return
-        running = self._running
         if running.step is None or running.step.task == unless:
             return  # another session may be in the middle of the same backward
-        step = running.escalate()
-        if not isinstance(step, SharedStep):
+        running.escalate()
+        step = running.shared
+        if step is None:
             return
         self._failure.poll_abort()
         try:

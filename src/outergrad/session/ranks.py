@@ -18,7 +18,6 @@ from outergrad.session.inspect import Inspection
 from outergrad.session.made_equal import ReplicaState
 from outergrad.session.model_guard import ModelGuard
 from outergrad.session.reporting import Reporter
-from outergrad.session.running_step import Step
 from outergrad.session.state import Owner
 from outergrad.step.spec import StepSpec
 from outergrad.step.step import SharedStep
@@ -95,13 +94,6 @@ class OneRank:
 
     def note(self, step: SharedStep) -> None:
         """Notes a shared step that is over."""
-
-    def has_voted(self, step: Step | None) -> bool:
-        """True if other sites may have applied this step."""
-        return isinstance(step, SharedStep) and step.voted
-
-    def clear(self, step: Step | None) -> None:
-        """Drops what an aborted step has left on this rank."""
 
     def hooks(self, watched: Mapping[str, WatchedParameter]) -> Mapping[str, HeldHooks]:
         """Returns the held hooks of every parameter, by name."""

@@ -280,6 +280,12 @@ class RepeatedStep:
             for bucket in pattern.buckets:
                 bucket.expect(self.context, expected_turn)
 
+    def note_gradient(self, name: str) -> None:
+        """Notes nothing: all gradients travel dense."""
+
+    def note_written(self, name: str) -> None:
+        """Notes nothing: what a backward wrote itself is in `param.grad`."""
+
     @property
     def waits_s(self) -> float:
         """Seconds since the current wait of this site began; 0 outside of waits."""

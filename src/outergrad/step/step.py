@@ -160,6 +160,19 @@ class SharedStep:
         return self._buckets
 
     @property
+    def shared(self) -> SharedStep | None:
+        """The step itself."""
+        return self
+
+    def note_gradient(self, name: str) -> None:
+        """Notes that a parameter has a gradient besides its factors."""
+        self.captured.has_autograd_grad.add(name)
+
+    def note_written(self, name: str) -> None:
+        """Notes that a backward wrote to `param.grad` itself."""
+        self.captured.has_autograd_grad.add(name)
+
+    @property
     def place(self) -> str:
         """Description of what this site waits for."""
         return self._receiver.place
@@ -311,6 +324,14 @@ class SharedStep:
     def voted(self) -> bool:
         """True if this site has sent a good vote, which the others may have received."""
         return self._ballot.is_good
+
+    @property
+    def active_here(self) -> Sequence[int]:
+        """Ranks of this site that have a batch in a joined loop; of several ranks alone."""
+        return ()
+
+    def clear(self) -> None:
+        """Drops gradients that an aborted step has left inside the site; of several ranks alone."""
 
     def finish(self) -> None:
         """Waits for all messages, writes each gradient as it comes, and votes.

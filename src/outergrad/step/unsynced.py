@@ -35,6 +35,17 @@ class UnsyncedStep:
         self.task, self.captured = task, captured
         self._sink, self._at_end = sink, at_end
 
+    @property
+    def shared(self) -> None:
+        """None: it sends other sites no messages."""
+
+    def note_gradient(self, name: str) -> None:
+        """Notes that autograd itself has a gradient for a parameter."""
+        self.captured.has_autograd_grad.add(name)
+
+    def note_written(self, name: str) -> None:
+        """Notes nothing: what a backward wrote itself is in the sum of several passes."""
+
     def on_ready(self, name: str) -> None:
         """Reports that the backward has nothing more for a parameter."""
         self._sink(name)

@@ -59,6 +59,11 @@ class IntraSiteReducer(Protocol):
         """Transport to the ranks of this site."""
         ...
 
+    @property
+    def active(self) -> Sequence[int]:
+        """Ranks of the site that have a batch in `session.join()`."""
+        ...
+
     def prepare(self, captured: Captured) -> None:
         """Does the work that may raise on this rank alone, before any message."""
         ...
@@ -119,13 +124,13 @@ class MeshStep(SharedStep):
 
     @property
     def voted(self) -> bool:
-        """False: no vote says how the other shares fared."""
-        return False
-
-    @property
-    def share_voted(self) -> bool:
         """True if the other sites may have applied this rank's share."""
         return self._begun and self._ballot.is_good
+
+    @property
+    def active_here(self) -> Sequence[int]:
+        """Ranks of this site that have a batch in a joined loop."""
+        return self.inside.active
 
     def on_ready(self, name: str) -> None:
         """Does nothing: nothing is sent before the end of backward."""

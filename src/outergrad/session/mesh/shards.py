@@ -146,10 +146,12 @@ class Sharded:
 
     Attributes:
         params: parameters of the sharded model, by name.
+        active: none: models of FSDP2 have no joined loops.
     """
 
     def __init__(self, shards: Shards, model: Model, local: Comm) -> None:
         self._shards, self._model, self.local = shards, model, local
+        self.active: list[int] = []
         self.params = {name: shards.params[name] for name in model.params}
 
     def prepare(self, captured: Captured) -> None:

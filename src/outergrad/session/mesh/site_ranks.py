@@ -29,7 +29,6 @@ from outergrad.session.mesh.shards import Sharded, Shards
 from outergrad.session.model_guard import ModelGuard
 from outergrad.session.ranks import OneRank
 from outergrad.session.reporting import Reporter
-from outergrad.session.running_step import Step
 from outergrad.session.state import Owner, resumed
 from outergrad.step.spec import StepSpec
 from outergrad.step.step import SharedStep
@@ -87,17 +86,8 @@ class PooledRanks(OneRank):
 
     def note(self, step: SharedStep) -> None:
         """Notes which ranks still had a batch."""
-        if isinstance(step, MeshStep) and isinstance(step.inside, Pooled) and step.inside.active:
-            self._last_active = step.inside.active[0]
-
-    def has_voted(self, step: Step | None) -> bool:
-        """True if other sites may have applied this rank's share of the step."""
-        return isinstance(step, MeshStep) and step.share_voted
-
-    def clear(self, step: Step | None) -> None:
-        """Drops gradients of an aborted step, between the sites or inside this one."""
-        if isinstance(step, MeshStep):
-            step.clear()
+        if step.active_here:
+            self._last_active = step.active_here[0]
 
     # -- what users see -------------------------------------------------------------------------
 
