@@ -143,6 +143,8 @@ class HookRunner:
         Raises:
             RuntimeError: a hook applied a gradient of this site alone.
         """
+        if not outcome.gradients:
+            return
         spent = self._run(outcome.gradients)
         if spent and outcome.is_own:
             raise RuntimeError(
