@@ -207,13 +207,15 @@ class LocalStepsSession(Session):
         Call `flush()` before to make them equal. An exchange under way is waited for, and not
         applied.
         """
-        if self._inner is not None:
-            self._inner.detach()
-        ignore(self)
-        self._uncounted.remove()
-        for claim in self._claims:
-            claim.remove()
-        super().detach()
+        try:
+            if self._inner is not None:
+                self._inner.detach()
+        finally:
+            ignore(self)
+            self._uncounted.remove()
+            for claim in self._claims:
+                claim.remove()
+            super().detach()
         failed = self._outer.end()
         if isinstance(failed, DriftError):
             raise failed

@@ -55,6 +55,8 @@ def _sum(numbers: Sequence[np.ndarray]) -> np.ndarray:
     total = numbers[0].astype(wide)
     with np.errstate(over="ignore", invalid="ignore"):
         for other in numbers[1:]:
+            if len(other) != len(total):  # numpy would add a single number to all
+                raise ValueError(f"{len(other)} numbers beside {len(total)}")
             total += other
     return total
 
