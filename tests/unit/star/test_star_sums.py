@@ -8,7 +8,7 @@ import pytest
 from outergrad.star.frames import MalformedError
 from outergrad.star.sums import DTYPES, added
 
-FLOAT32 = list(DTYPES).index("f4") if "f4" in DTYPES else list(DTYPES).index("float32")
+FLOAT32 = DTYPES.index("float32")
 
 
 def numbers(*values):
