@@ -187,6 +187,12 @@ def test_of_two_sites_that_differ_the_one_behind_or_both_know(seed, monkeypatch)
 METHODS = {"dad": og.DAD(), "local steps": og.LocalSteps(1, method=og.Dense())}
 
 
+def weights(session, model):
+    """The weights that all sites share, by name."""
+    outer = getattr(session, "_outer", None)
+    return dict(model.named_parameters()) if outer is None else outer.start
+
+
 def train(model, optimizer, rank, steps):
     for step in range(steps):
         optimizer.zero_grad()
@@ -212,7 +218,7 @@ def dying_in_the_vote(rank, group, method, *, steps, ahead, timeout=1.0):
         error = raised
     if not isinstance(error, Died):
         session.detach()
-    start = getattr(session, "_start", dict(model.named_parameters()))
+    start = weights(session, model)
     return error, [p.detach().clone() for p in start.values()]
 
 
@@ -288,7 +294,7 @@ def test_a_site_dies_in_the_vote_on_the_last_step(faulty_transport, name, ends, 
             error = raised
         if not isinstance(error, Died):
             session.detach()
-        start = getattr(session, "_start", dict(model.named_parameters()))
+        start = weights(session, model)
         return error, session.stats().step, [p.detach().clone() for p in start.values()]
 
     (first, made, params), (second, made_too, other), _ = run_ranks(3, body)
