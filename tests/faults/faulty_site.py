@@ -435,7 +435,7 @@ class Site:
             return False
         injector.at("optimizer")
         optimizer.step()
-        return not self._outer or not self._sessions[turn]._counter.any_made
+        return not self._outer or not self._sessions[turn]._outer.counter.any_made
 
     def _state(self) -> dict[str, Any]:
         """Of all that must be the same on all sites: a digest, and a number that rounds little."""

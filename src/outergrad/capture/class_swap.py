@@ -9,36 +9,10 @@ from typing import Any, Generic
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from outergrad.capture.compiled import GraphTap
 from outergrad.capture.engine import NO_TASK, current_task, itself_untraced, untraced
 from outergrad.capture.untappable import is_traced
-
-
-@torch.compiler.allow_in_graph
-def tap_in_graph(y: Tensor, a: Tensor, key: int, slot: int, *params: Tensor) -> Tensor:
-    """Applies `GraphTap`; dynamo puts the call into the graph, and AOTAutograd traces it."""
-    return GraphTap.apply(y, a, key, slot, *params)  # type: ignore[return-value]
-
-
-@torch.compiler.disable(
-    reason="outergrad computes this module outside of graphs: a kind of layer that cannot be "
-    "traced, a block of og.EDAD, or a part with joint=True; compile without fullgraph=True, "
-    "see docs/compile.md"
-)
-def outside_graphs(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Calls a forward outside of the graph, which breaks there."""
-    return forward(*args, **kwargs)
-
-
-@torch.compiler.disable(
-    reason="outergrad counts the steps of optimizers (og.LocalSteps, or replicas that are made "
-    "equal with the optimizers' state), which a graph cannot; compile without fullgraph=True"
-)
-def step_outside_graphs(tell: Callable[[Any], None], optimizer: Any) -> None:
-    """Reports an optimizer's step outside of the graph, which breaks there."""
-    tell(optimizer)
 
 
 class ClassSwap:
@@ -145,7 +119,7 @@ def _forward(
             return plain.forward(self, *args, **kwargs)
         else:
             return instead(*args, **kwargs)
-        from outergrad.capture.class_swap import outside_graphs
+        from outergrad.capture.tracing import outside_graphs
 
         return outside_graphs(instead, args, kwargs)
 

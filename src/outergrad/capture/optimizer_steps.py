@@ -146,7 +146,7 @@ def _install_look() -> None:
 
 def _outside_graphs(tell: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
     if torch.compiler.is_dynamo_compiling():
-        from outergrad.capture.class_swap import step_outside_graphs
+        from outergrad.capture.tracing import step_outside_graphs
 
         step_outside_graphs(tell, optimizer)
     else:

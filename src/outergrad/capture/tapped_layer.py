@@ -202,7 +202,7 @@ class TappedLayer:
         positions_first: bool = False,
     ) -> Tensor:
         """Implements `TapFn` for graphs; rows are counted when the graph runs."""
-        from outergrad.capture.class_swap import tap_in_graph
+        from outergrad.capture.tracing import tap_in_graph
 
         slot %= len(self.slots)
         return tap_in_graph(y, a, self._key, slot, *(p.parameter for p in self._watched[slot]))

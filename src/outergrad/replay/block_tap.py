@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ from outergrad.linalg.gradients import vjp
 from outergrad.replay.block_use import Following, Use, use_of
 from outergrad.replay.fingerprint import unrepeated
 from outergrad.replay.run import Shape
-
-if TYPE_CHECKING:
-    from outergrad.replay.block_tap import TappedBlock
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,6 @@ class _Line:
 
     def open(self, device: torch.device, patience_s: float) -> StarComm:
         from outergrad.star.comm import StarComm
-        from outergrad.star.transport import wait_until_ready
 
         wait_until_ready(self._line, self._star.wait_s)
         if self._line.invitation is not None and not self._line.is_ready:
@@ -245,8 +244,6 @@ class _Line:
 
     def _agree(self, patience_s: float) -> Seal | None:
         """Agrees with all sites on whether to encrypt, and on the keys."""
-        from outergrad.star.transport import exchange_texts
-
         line = self._line
         seal = self._new_seal() if self._star.blind else None
         own = "" if seal is None else seal.announcement()
@@ -269,7 +266,6 @@ class _Line:
         return Seal(self._kit, self._line.names, self._line.rank, self._line.run)
 
     def _seals(self, what: str, patience_s: float) -> Seal:
-        from outergrad.star.transport import exchange_texts
 
         seal, line = self._new_seal(), self._line
         told = exchange_texts(line, f"{what}: keys", seal.announcement(), patience_s)
