@@ -447,7 +447,8 @@ class Site:
 
     def _shared(self) -> list[tuple[list[Tensor], torch.optim.Optimizer]]:
         if self._outer:
-            return [(list(one._outer.start.values()), one._outer.optimizer) for one in self._sessions]
+            outer = [one._outer for one in self._sessions]
+            return [(list(one.start.values()), one.optimizer) for one in outer]
         pairs = zip(self._models, self._optimizers, strict=True)
         return [(list(model.parameters()), optimizer) for model, optimizer in pairs]
 
