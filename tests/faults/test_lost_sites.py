@@ -12,7 +12,7 @@ from torch import nn
 
 import outergrad as og
 from cases import mlp
-from outergrad.comm import failure_mailbox as last_words
+from outergrad.comm import failure_mailbox
 from outergrad.comm.failure_mailbox import FailureMailbox
 from outergrad.comm.torch import TorchComm
 from ranks import run_ranks
@@ -100,7 +100,7 @@ class Stopped:
 
 
 def test_a_store_that_stands_still_costs_its_limit_once(monkeypatch):
-    monkeypatch.setattr(last_words, "_LIMIT_S", 0.3)
+    monkeypatch.setattr(failure_mailbox, "_LIMIT_S", 0.3)
     store = Stopped()
     words, began = FailureMailbox(store, 1, 4), time.monotonic()
     words.leave("mine")

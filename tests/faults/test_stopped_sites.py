@@ -131,7 +131,7 @@ def said(found: list[dict[str, Any]]) -> list[Any]:
     return [(one["made"], one["lost"]) for one in found]
 
 
-def check(found: list[dict[str, Any]]) -> None:
+def check(found: list[dict[str, Any]], *, may_lack_word: bool = False) -> None:
     """Sites that have made as many steps are the same; of others both say that they may differ."""
     for k, one in enumerate(found):
         for j, two in enumerate(found):
@@ -143,7 +143,7 @@ def check(found: list[dict[str, Any]]) -> None:
                 assert j in lost["may_differ"], about
                 # While the victim stands still it has left no word of how far it is.
                 has_no_word = j == VICTIM and one["made"] > two["made"]
-                assert not lost["certain"] or has_no_word, about
+                assert not lost["certain"] or (may_lack_word and has_no_word), about
                 assert j in one["lost"]["may_differ"], (k, j, said(found))
 
 
@@ -172,4 +172,4 @@ def test_a_site_that_wakes(method: str, place: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_site_that_is_stopped_at_any_moment(seed: int, tmp_path: Path) -> None:
-    check(endings(tmp_path, list(METHODS)[seed % len(METHODS)], str(seed)))
+    check(endings(tmp_path, list(METHODS)[seed % len(METHODS)], str(seed)), may_lack_word=True)

@@ -307,6 +307,10 @@ class StepCounter(_Holders):
         made = self.made.values()
         return self.any_made and (min(made) >= steps or max(made) > steps)
 
+    def resume(self, made: Mapping[str, int]) -> None:
+        """Continues from saved counts."""
+        self.made = dict(made)
+
     def restart(self) -> None:
         """Starts a new count after an exchange; forgets optimizers that made no step."""
         self.made = {holder: 0 for holder, steps in self.made.items() if steps}

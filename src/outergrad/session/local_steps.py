@@ -197,7 +197,8 @@ class LocalStepsSession(Session):
             for name, p in outer.start.items():
                 p.copy_(found["start"][name])
         outer.optimizer.load_state_dict(copy.deepcopy(found["outer"]))
-        outer.counter.made, self._begun = dict(found["made"]), True
+        outer.counter.resume(found["made"])
+        self._begun = True
         self._uncounted.restart()
         outer.load(found.get("turns"))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -109,6 +110,15 @@ class BackwardLoop:
         self._last_begun = 0
         self._raised_early: list[tuple[Share, list[Point]]] = []
         """Of each backward that raised before its first event, what it would have shared."""
+
+    @contextmanager
+    def unsynchronised(self) -> Iterator[None]:
+        """Leaves the gradients of backward passes inside it unshared."""
+        before, self.synchronise = self.synchronise, False
+        try:
+            yield
+        finally:
+            self.synchronise = before
 
     # -- what autograd calls, through the taps --------------------------------------------------
 

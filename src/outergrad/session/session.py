@@ -213,12 +213,8 @@ class Session:
                 f"session.no_sync(): {self._exchange.transform!r} needs the gradient of each "
                 f"sample, which is not kept over several passes: share every backward, of one batch"
             )
-        loop = self._loop
-        before, loop.synchronise = loop.synchronise, False
-        try:
+        with self._loop.unsynchronised():
             yield
-        finally:
-            loop.synchronise = before
 
     def join(
         self,

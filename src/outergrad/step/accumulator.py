@@ -25,7 +25,7 @@ class GradientWriteGuard:
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self.params = params
-        self._guards: dict[str, tuple[TensorWeakRef, int, Tensor]] = {}
+        self._sealed: dict[str, tuple[TensorWeakRef, int, Tensor]] = {}
         self._altered: list[Tensor] = []
 
     def seal(self, names: Collection[str]) -> None:
@@ -33,7 +33,7 @@ class GradientWriteGuard:
         for name in names:
             gradient = self.params[name].grad
             assert gradient is not None
-            self._guards[name] = TensorWeakRef(gradient), gradient._version, _sums(gradient)
+            self._sealed[name] = TensorWeakRef(gradient), gradient._version, _sums(gradient)
 
     def hold(self, names: Collection[str]) -> bool:
         """True if these gradients are as recorded, as far as can be told without waiting."""
@@ -49,7 +49,7 @@ class GradientWriteGuard:
         The version does not count writes through `.data`, by numpy or by `GradScaler.unscale_`. So
         sums are compared, too, without waiting for the device.
         """
-        gradient, seal = self.params[name].grad, self._guards.get(name)
+        gradient, seal = self.params[name].grad, self._sealed.get(name)
         if gradient is None or seal is None:
             return gradient is None and seal is None
         left, version, sums = seal

@@ -13,9 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from trainings import METHOD, content, refused, restored, saved_after
 
-from outergrad.checkpoint import checkpoints as neighbours
-from outergrad.checkpoint import resume as going_on
-from outergrad.checkpoint import writer
+from outergrad.checkpoint import checkpoints, resume, writer
 from outergrad.checkpoint.claims import understood
 from outergrad.checkpoint.folder import Save, saves_in
 from outergrad.checkpoint.messaging import gathered, packed, swapped
@@ -98,7 +96,7 @@ def test_checkpoints_that_lead_elsewhere_are_refused_on_all_sites(told, tmp_path
     def restore(rank, group):
         Site(METHOD, rank, group, tmp_path / str(rank)).checkpoints.restore()
 
-    for message in errors_of(going_on, lambda _: told, monkeypatch, restore):
+    for message in errors_of(resume, lambda _: told, monkeypatch, restore):
         assert "what site 1 says of its checkpoints cannot be" in message
 
 
@@ -110,7 +108,7 @@ def test_a_site_tells_of_the_files_that_it_was_to_read(told, tmp_path, monkeypat
         Site(METHOD, rank, group, tmp_path / str(rank)).checkpoints.restore()
 
     tell = lambda mine: told if isinstance(mine, dict) else mine  # noqa: E731
-    for message in errors_of(going_on, tell, monkeypatch, restore):
+    for message in errors_of(resume, tell, monkeypatch, restore):
         assert "what site 1 says of the files that it read cannot be" in message
 
 
@@ -120,7 +118,7 @@ def test_a_mark_elsewhere_is_not_looked_for(name, tmp_path, monkeypatch):
     monkeypatch.setattr(os.path, "exists", lambda path: looked.append(str(path)))
     tell = lambda mine: name if isinstance(mine, str) else mine  # noqa: E731
     make = lambda rank, group: Site(METHOD, rank, group, tmp_path)  # noqa: E731
-    for message in errors_of(neighbours, tell, monkeypatch, make):
+    for message in errors_of(checkpoints, tell, monkeypatch, make):
         assert "what site 1 says of its folder cannot be" in message
     assert not [path for path in looked if "here" in path or "passwd" in path]
     assert not [*tmp_path.iterdir()]
@@ -195,7 +193,7 @@ def test_a_site_goes_on_from_its_own_file_whatever_others_send(tmp_path, monkeyp
         forged = [{"rank": 1, "session": None, "parts": parts, "random": None}]
         return swapped(comm, [packed(forged)] * 2 if comm.rank == 0 else letters)
 
-    monkeypatch.setattr(going_on, "swapped", forging)
+    monkeypatch.setattr(resume, "swapped", forging)
     assert [found.exact for found in restored(place)] == [True, True]
 
 
