@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 
@@ -50,7 +51,14 @@ def inject_lora(model):
                 setattr(parent, name, LoRA(child))
 
 
+def there_and_back(model):
+    """Converts twice, to other memory: the memory of before is kept, so it cannot be reused."""
+    model.memory_of_before = [p.data for p in model.parameters()]
+    model.double().float()
+
+
 def swapped_on_conversion(model):
+    model.memory_of_before = [p.data for p in model.parameters()]
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         model.double().float()
@@ -96,7 +104,7 @@ REFUSED = {
     "double": (lambda m: m.double(), "first.weight"),
     "bfloat16": (lambda m: m.bfloat16(), "first.weight"),
     "one layer's dtype": (lambda m: m.last.to(torch.float64), "last.weight"),
-    "there and back": (lambda m: m.double().float(), "first.weight"),
+    "there and back": (there_and_back, "first.weight"),
     "swapped there and back": (swapped_on_conversion, "first.weight"),
     "another device": (lambda m: m.to("meta"), "first.weight"),
     "all assigned": (
@@ -222,6 +230,31 @@ def test_converted_in_place_and_distributed_again(change, method):
         (sum(loss_of(plain, batch(s, 0).double()) for s in range(SITES)) / SITES).backward()
         pairs = zip(model.parameters(), plain.parameters(), strict=True)
         assert_close(*zip(*[(p.grad, q.grad) for p, q in pairs], strict=True), 2e-5)
+
+    run_on_lasting_groups(SITES, body)
+
+
+def test_converted_there_and_back_to_the_same_memory(method):
+    """Where a collection has dropped autograd's nodes, nothing tells, and nothing has changed."""
+
+    def body(rank, group):
+        model = net()
+        session = og.distribute(model, method, group=group)
+        loss_of(model, batch(rank, 0)).backward()
+        gc.collect()
+        for p in model.parameters():
+            memory = p.data
+            p.data = memory.double()
+            p.data = memory
+        plain = copy.deepcopy(model).double()
+        for step in range(3):
+            model.zero_grad()
+            plain.zero_grad()
+            loss_of(model, batch(rank, step)).backward()
+            (sum(loss_of(plain, batch(s, step).double()) for s in range(SITES)) / SITES).backward()
+            pairs = zip(model.parameters(), plain.parameters(), strict=True)
+            assert_close(*zip(*[(p.grad, q.grad) for p, q in pairs], strict=True), 2e-5)
+        session.detach()
 
     run_on_lasting_groups(SITES, body)
 
