@@ -39,6 +39,11 @@ class Bucket(Protocol):
         return True
 
     @property
+    def is_view(self) -> bool:
+        """True if its results are views of a buffer, which may become the gradients."""
+        return False
+
+    @property
     def is_kept(self) -> bool:
         """True if its result can be produced again, and not be refused once all messages are there.
 
@@ -172,6 +177,16 @@ class Pending(Protocol):
     gathered: Gathered | None = None
     """Messages of all sites to all, which can be sent again; None for sums."""
 
+    @property
+    def sums(self) -> Mapping[str, Tensor]:
+        """Views of a buffer that will hold the sums, by parameter; of a bucket that `is_view`."""
+        return {}
+
+    @property
+    def is_as_received(self) -> bool:
+        """False if the training loop has changed a result that became its gradient."""
+        return True
+
     def advance(self) -> None:
         """Starts the second round, if there is one, as soon as the first has come."""
 
@@ -230,11 +245,6 @@ class StepContext:
     empty: set[Source] = field(default_factory=set)
     without_grad: set[str] = field(default_factory=set)
 
-    @property
-    def computed_s(self) -> float:
-        """Seconds spent so far on compression and on replays of blocks."""
-        return self.layers.compress_s + self.layers.replay_s
-
     def take(self, headers: Sequence[Header]) -> None:
         """Stores all sites' headers and derives the used parameters and this site's weight."""
         self.headers = headers
@@ -265,6 +275,17 @@ class StepContext:
             start, stop = slot.weight_rows or (0, p.shape[0])
             part = out.view(p.shape)[start:stop]
             part.add_(as_tensor(residual).reshape(part.shape), alpha=1 / self.comm.world_size)
+
+    def fill_all(self, views: Mapping[str, Tensor]) -> None:
+        """Fills the views of several parameters, and checks them, as `fill` and `check` do."""
+        alike, params = not self.skips_bad and self.adds_all_alike(), self.params
+        for name, view in views.items():
+            grad = params[name].grad
+            if alike and grad is not None and not grad.is_sparse:  # the usual case, in one call
+                torch.mul(grad, self.share, out=view)
+            else:
+                self.fill(name, params[name], view)
+                self.check(name, [view])
 
     def _formed(self, slot: Slot) -> Tensor:
         if self.params[slot.weight].grad is None:

@@ -47,6 +47,11 @@ class DenseBucket(Bucket):
         self._dtype = next(iter(params.values())).dtype
 
     @property
+    def is_view(self) -> bool:
+        """True: the means are views of the sum's buffer."""
+        return True
+
+    @property
     def is_kept(self) -> bool:
         """True: the sum stays in its buffer."""
         return True
@@ -185,9 +190,9 @@ class DensePending(Pending):
             self._result = Result(self._kept.views, state=state, digest=digest, lacks=lacks)
         return self._result
 
-    def brought_again(self) -> Mapping[str, Tensor] | None:
-        """Returns copies of the means; None if they have been changed since they came."""
-        result = self.wait()
-        means = {name: mean.clone() for name, mean in result.means.items()}
-        assert result.digest is not None
-        return means if int(self._kept.summed()) == int(result.digest) else None
+    @property
+    def is_as_received(self) -> bool:
+        """True if the sum is what was received; a gradient in its memory may have been changed."""
+        digest = self.wait().digest
+        assert digest is not None
+        return int(self._kept.summed()) == int(digest)

@@ -151,9 +151,8 @@ class RowBucket(UnitBucket):
             message: zeros, to be filled.
             receivers: number of times that the message is sent.
         """
-        for name, view in layout.by_name(layout.flats(message)).items():
-            context.fill(name, layout.extras[name], view)
-            context.check(name, [view])
+        if layout.extras:
+            context.fill_all(layout.by_name(layout.flats(message)))
         began = time.perf_counter()
         filled = layout.filled(message, Slot)
         parts = [self._part(context, piece) for piece, _ in filled]

@@ -6,7 +6,6 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -217,7 +216,7 @@ class _SketchPending(Pending):
             if context.reading is not None:
                 context.reading.record_mean(slot, [mean], 1.0)
             into = self._additions if bucket.tapped[slot] else self._means
-            matrix = replace(slot, bias=None, bias_rows=None)
+            matrix = slot._replace(bias=None, bias_rows=None)
             add_gradients(into, matrix, [mean], context.params, 1.0)
         flags = zip(bucket.flagged, self._flags.tolist(), strict=True)
         has_autograd_grad = [name for name, flag in flags if flag]

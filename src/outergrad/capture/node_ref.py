@@ -13,6 +13,7 @@ import torch
 from outergrad.capture.engine import will_run
 
 _TOKEN = "outergrad_token"
+_runs = torch._C._will_engine_execute_node
 _TRIES, _PAUSE_S = 20, 0.05
 
 
@@ -24,15 +25,18 @@ class NodeRef:
     The collector then takes the node for garbage, clears the weak references to it, and finds it
     alive. It does not track arrays: a weak reference to an array that the node holds lasts as long
     as the node, and through it the node is found again.
+
+    Attributes:
+        known: weak reference to the node, which the collector may have cleared by mistake.
     """
 
-    __slots__ = ("_kind", "_node", "_token")
+    __slots__ = ("_kind", "_token", "known")
 
     def __init__(self, node: Any) -> None:
         held = getattr(node, _TOKEN, None)  # a compiled graph is one node with several taps
         token = np.empty(0) if held is None else held[0]
         setattr(node, _TOKEN, [token])
-        self._node, self._token, self._kind = ref(node), ref(token), ref(type(node))
+        self.known, self._token, self._kind = ref(node), ref(token), ref(type(node))
 
     def __call__(self) -> Any:
         """Returns the node, or None if it is gone.
@@ -40,7 +44,7 @@ class NodeRef:
         Raises:
             RuntimeError: the node is alive, but cannot be found.
         """
-        node = self._node()
+        node = self.known()
         if node is None and self.lives():
             node = self._found()
         return node
@@ -57,7 +61,7 @@ class NodeRef:
                 return None
             node = _holder(token, kind)
             if node is not None:
-                self._node = ref(node)
+                self.known = ref(node)
                 return node
             time.sleep(_PAUSE_S)
         raise RuntimeError(
@@ -112,9 +116,15 @@ class LiveUses:
 
     def reached(self) -> list[LiveUse]:
         """Returns the uses that the current backward will reach; drops dead ones."""
-        nodes = [(use, use.node()) for use in self._uses]
-        self._uses = [use for use, node in nodes if node is not None]
-        return [use for use, node in nodes if node is not None and will_run(node)]
+        alive, found = list[LiveUse](), list[LiveUse]()
+        for use in self._uses:
+            node = use.node.known() or use.node()
+            if node is not None:
+                alive.append(use)
+                if _runs(node) or will_run(node):
+                    found.append(use)
+        self._uses = alive
+        return found
 
     def told(self, node: Any) -> str:
         """Describes an unexpected node and the known uses, for an error message."""

@@ -29,14 +29,21 @@ NO_GRADIENT = (0, 0)
 class ParameterSink(Protocol):
     """Receives the events of parameters, in their order.
 
+    Once a backward has begun, what it reaches is known, and the step takes events directly: the
+    calls between would be most of what an event costs.
+
     Attributes:
-        counted_task: id of a backward that is reported to `on_counted` alone.
-        on_counted: called in that backward instead of `on_ready`.
+        direct_task: id of the backward whose step takes events directly.
+        direct: parameters in which that backward leaves a gradient.
+        on_direct_gradient: called in that backward instead of `on_gradient`.
+        on_direct_ready: called in that backward instead of `on_ready`.
         meets_hooks: set to True when a backward reaches a parameter that has hooks of others.
     """
 
-    counted_task: int
-    on_counted: Callable[[str], None]
+    direct_task: int
+    direct: Collection[str]
+    on_direct_gradient: Callable[[str], None]
+    on_direct_ready: Callable[[str], None]
     meets_hooks: bool
 
     def on_gradient(self, name: str) -> None:
@@ -56,17 +63,17 @@ class ParameterSink(Protocol):
         ...
 
 
-class _CountedHook(ReadyHook):
-    """The hook of a watched parameter; calls the sink directly, as it runs for every parameter."""
+class _DirectHook(ReadyHook):
+    """The hook of a watched parameter, which runs for every parameter of every backward."""
 
     @untraced
     def __call__(self, _: Tensor) -> None:
         watched = self._claim()
         if watched is None:
             return
-        sink = watched._sink
-        if sink.counted_task == current_task():
-            sink.on_counted(watched.name)
+        sink, name = watched._sink, watched.name
+        if sink.direct_task == current_task() and name in sink.direct:
+            sink.on_direct_ready(name)
         else:
             watched._ready()
 
@@ -74,7 +81,7 @@ class _CountedHook(ReadyHook):
 class WatchedParameter(HookedClaim):
     """A trainable parameter: its accumulator node and the hooks that report to a sink."""
 
-    ready_hook = _CountedHook
+    ready_hook = _DirectHook
 
     def __init__(self, name: str, parameter: nn.Parameter, sink: ParameterSink) -> None:
         self.name, self.parameter, self._sink = name, parameter, sink
@@ -138,19 +145,22 @@ class WatchedParameter(HookedClaim):
     @untraced
     def _before(self, gradient: Tensor | None) -> None:
         """Called when a backward reaches the parameter, with None if only taps feed it."""
-        counted, p = self._sink.counted_task == current_task(), self.parameter
+        sink, p, name = self._sink, self.parameter, self.name
         if self._node is None:  # let go of; a node that is there since may have hooks of others
             self._hold(get_gradient_edge(p).node)
-        if not counted and not self._is_accumulated():
+        directly = sink.direct_task == current_task() and name in sink.direct
+        if not directly and not self._is_accumulated():
             return
+        if torch.is_grad_enabled():
+            raise RuntimeError(_double_backward(name))
         own = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
         if len(own) > 1 or self.hooks.of_node:  # as in `with_any`
-            self._sink.meets_hooks = True
+            sink.meets_hooks = True
             self.hooks.hold()
-        if gradient is not None and not counted:
-            self._sink.on_gradient(self.name)
-        elif p.grad is not None and not counted and self._is_written():
-            self._sink.on_written(self.name)
+        if gradient is not None:
+            (sink.on_direct_gradient if directly else sink.on_gradient)(name)
+        elif p.grad is not None and self._is_written():
+            sink.on_written(name)
 
     def state_of_grad(self) -> tuple[int, int]:
         """Returns the id of the tensor `param.grad` and its version counter."""
@@ -173,8 +183,6 @@ class WatchedParameter(HookedClaim):
                 return False
             if not reached:
                 self._sink.on_stale(self.name)
-        if torch.is_grad_enabled():
-            raise RuntimeError(_double_backward(self.name))
         return True
 
 
@@ -234,7 +242,13 @@ def is_shared(born_in: int, watched: Sequence[WatchedParameter]) -> bool:
     Raises:
         RuntimeError: for backward(create_graph=True) and autograd.grad on weights.
     """
-    accumulating = [p for p in watched if p.accumulates()]
+    for p in watched:
+        sink = p._sink  # which knows what the backward leaves, unless this is its first event
+        if sink.direct_task != current_task() or p.name not in sink.direct:
+            accumulating = [p for p in watched if p.accumulates()]
+            break
+    else:
+        accumulating = watched
     if accumulating and torch.is_grad_enabled():
         raise RuntimeError(_double_backward(accumulating[0].name))
     return bool(accumulating) and born_in == NO_TASK

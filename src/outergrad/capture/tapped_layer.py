@@ -265,13 +265,14 @@ class TappedLayer:
             self._untapped[slot] += here.outputs + here.inputs
 
     def forget_untapped(self) -> None:
-        """Resets the counts of untapped rows."""
-        self._why = None
-        self._untapped = [0] * len(self.slots)
+        """Resets the counts of untapped rows, unless the layer rests, and counts none."""
+        if not self._swap.rests:
+            self._why = None
+            self._untapped = [0] * len(self.slots)
 
     def is_known(self, slot: int) -> bool:
         """True if the last announcement of a slot is still valid: the layer rests without uses."""
-        return self.rests and not self._live[slot].any_alive()
+        return self._swap.rests and not self._live[slot].any_alive()
 
     def announced(self, slot: int, trained: Set[str]) -> tuple[int, int, torch.dtype]:
         """Returns the rows that the current backward will capture, the untapped rows, and a dtype.

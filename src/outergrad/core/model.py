@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor, nn
@@ -115,7 +115,7 @@ def _matrices(slots: Sequence[Slot], params: Mapping[str, Tensor]) -> tuple[Slot
     weights = {slot.weight: params[slot.weight] for slot in slots}
     if overlapping(slots) or any(slot.lookup for slot in slots):
         return tuple(_matrix(name, p, slots[0].layer) for name, p in weights.items())
-    parts = tuple(replace(slot, bias=None, bias_rows=None) for slot in slots)
+    parts = tuple(slot._replace(bias=None, bias_rows=None) for slot in slots)
     covered = sum(part.numel for part in parts)
     return parts if covered == sum(p.numel() for p in weights.values()) else ()
 

@@ -21,8 +21,7 @@ Place = tuple[str, RowRange | None]
 """Identifies a gradient: a weight's name and the range of its first dimension, None for all."""
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """One outer product in a layer that adds to a gradient: `dW[rows] += deltaᵀ activation`.
 
     Attributes:
@@ -54,10 +53,6 @@ class Slot:
     patches: bool = False
     recomputed: bool = False
     vector: bool = False
-
-    def __hash__(self) -> int:
-        """Hashes the place alone: slots and units are looked up many times in every step."""
-        return hash((self.weight, self.weight_rows))
 
     @property
     def place(self) -> Place:

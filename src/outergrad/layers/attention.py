@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +43,7 @@ class MultiheadAttentionRule(LinearProducts):
         packed = module.in_proj_weight is not None
         inner = [_in_slot(module, name, part) for part in (_PACKED if packed else "qkv")]
         last = matrix_slot(module.out_proj, join(name, "out_proj"))
-        return [*inner, replace(last, layer=name)]
+        return [*inner, last._replace(layer=name)]
 
     def forward(
         self,
@@ -98,7 +97,7 @@ def _in_slot(module: nn.MultiheadAttention, name: str, part: str) -> Slot:
     whole = matrix_slot(module, name, weight, "in_proj_bias")
     bias_rows = None if whole.bias is None else (start, stop)
     weight_rows = (start, stop) if packed else None
-    return replace(whole, outputs=stop - start, weight_rows=weight_rows, bias_rows=bias_rows)
+    return whole._replace(outputs=stop - start, weight_rows=weight_rows, bias_rows=bias_rows)
 
 
 def _parts(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -33,7 +32,7 @@ class ConvRule:
         """Returns one slot; I is channels of a group x kernel, O the output channels of a group."""
         outputs, cut = module.out_channels // module.groups, math.prod(module.kernel_size) > 1
         whole = matrix_slot(module, name)
-        return [replace(whole, outputs=outputs, groups=module.groups, patches=cut)]
+        return [whole._replace(outputs=outputs, groups=module.groups, patches=cut)]
 
     def forward(self, module: Conv, tap: TapFn, input: Tensor) -> Tensor:
         """Computes the module's forward; saves only the input, patches are cut in backward."""

@@ -35,7 +35,11 @@ def add_gradients(
         value = _sum_of(parts, slot.numel, scale).to(weight.dtype)
         add_rows(gradients, slot.weight, slot.weight_rows, value, weight)
         return
-    cast = [_cast(part, weight.dtype) for part in factors]
+    cast, dtype = list[Factors](), weight.dtype
+    for part in factors:
+        d_GRO, a_GRI, b_GO = part
+        same = d_GRO.dtype == a_GRI.dtype == dtype and (b_GO is None or b_GO.dtype == dtype)
+        cast.append(part if same else _cast(part, dtype))
     if slot.lookup:
         value = lookup_gradient(cast, slot.inputs, scale)
         add_rows(gradients, slot.weight, slot.weight_rows, value, weight)

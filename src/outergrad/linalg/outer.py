@@ -37,13 +37,18 @@ def together(gradients: Sequence[Gradient]) -> Gradient:
 def apart(factors: Factors, slots: Sequence[Slot]) -> list[Factors]:
     """The inverse of `together` for factors: views of each slot's factors."""
     groups = [slot.groups for slot in slots]
-    triples = zip(slots, factors.d_GRO.split(groups), factors.a_GRI.split(groups), strict=True)
+    triples = zip(
+        slots,
+        factors.d_GRO.split_with_sizes(groups),
+        factors.a_GRI.split_with_sizes(groups),
+        strict=True,
+    )
     return [Factors(d[..., : slot.outputs], a[..., : slot.inputs]) for slot, d, a in triples]
 
 
 def matrices_apart(whole_GOI: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
     """The inverse of `together` for formed gradients: views of each slot's matrix."""
-    parts = whole_GOI.split([slot.groups for slot in slots])
+    parts = whole_GOI.split_with_sizes([slot.groups for slot in slots])
     pairs = zip(slots, parts, strict=True)
     return [part[:, : slot.outputs, : slot.inputs] for slot, part in pairs]
 
@@ -64,7 +69,7 @@ def padded(parts: Sequence[Tensor], width: int = 0) -> Tensor:
     if min(widths) >= width and min(widths) == max(widths) and min(heights) == max(heights):
         return torch.cat(list(parts))
     whole = first.new_zeros(sum(groups), max(heights), max(width, *widths))
-    for part, view in zip(parts, whole.split(groups), strict=True):
+    for part, view in zip(parts, whole.split_with_sizes(groups), strict=True):
         view[:, : part.shape[1], : part.shape[2]].copy_(part)
     return whole
 

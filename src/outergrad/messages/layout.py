@@ -64,6 +64,8 @@ class Layout:
         self._dtypes = {spot.dtype for spot in self._spots}
         self._all_fields = [field for fields in self._fields for field in fields]
         self._together = _together(self._all_fields)
+        self._forms = [(piece.slot, piece.rows, piece.form) for piece in pieces]
+        self._sizes = [len(fields) for fields in self._fields]
 
     def _spot(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Spot:
         """Reserves the position of the next tensor, behind those before it."""
@@ -80,25 +82,27 @@ class Layout:
         """Returns views of flat tensors like those of `flats`, each extra in its own shape."""
         views: dict[str, Tensor] = {}
         for members, flat in zip(self._extras, flats, strict=True):
-            parts = flat.split([p.numel() for p in members.values()])
+            parts = flat.split_with_sizes([p.numel() for p in members.values()])
             pairs = zip(members.items(), parts, strict=True)
             views.update({name: part.view(p.shape) for (name, p), part in pairs})
         return views
 
     def views(self, message: Tensor) -> list[PieceView | None]:
         """Returns views of each payload, to be filled or read; None where a piece has no rows."""
-        typed = {dtype: message.view(dtype) for dtype in self._dtypes}
-        start = {dtype: t.storage_offset() for dtype, t in typed.items()}
-        tensors = iter(
-            [  # inlines `_Spot.view`: a call for each tensor is slower
-                typed[dtype].as_strided(shape, strides, start[dtype] + offset)
-                for shape, strides, offset, dtype in self._spots
-            ]
-        )
+        tensors = iter(self._tensors(message))
         triples = zip(self.pieces, self._fields, self._counts, strict=True)
         return [
             PieceView(piece, fields, [list(islice(tensors, n)) for n in counts]) if fields else None
             for piece, fields, counts in triples
+        ]
+
+    def _tensors(self, message: Tensor) -> list[Tensor]:
+        """Returns views of all tensors of the payloads."""
+        typed = {dtype: message.view(dtype) for dtype in self._dtypes}
+        start = {dtype: t.storage_offset() for dtype, t in typed.items()}
+        return [  # inlines `_Spot.view`: a call for each tensor is slower
+            typed[dtype].as_strided(shape, strides, start[dtype] + offset)
+            for shape, strides, offset, dtype in self._spots
         ]
 
     def filled(self, message: Tensor, kind: type[Source]) -> list[tuple[Piece, PieceView]]:
@@ -118,27 +122,35 @@ class Layout:
             ValueError: this site's message holds ids outside their table.
         """
         try:
-            return self._read(self.views(message))
+            return self._read(message)
         except Exception as error:  # codecs and forms may be the user's, and raise what they like
             if site is None:
                 raise
             what = f"a message of site {site} cannot be read: {error}"
             raise RefusedError(what, site) from error
 
-    def _read(self, views: Sequence[PieceView | None]) -> list[Arrived | None]:
+    def _read(self, message: Tensor) -> list[Arrived | None]:
         """Reads each payload; small fields with the same codecs are decoded together."""
-        written = [tensors for view in views if view is not None for tensors in view.written]
-        found = [tensors[0] for tensors in written]
+        found = self._tensors(message)
+        if self._together:
+            found = self._decoded(found)
+        arrived, start = list[Arrived | None](), 0
+        for (slot, rows, form), size in zip(self._forms, self._sizes, strict=True):
+            arrived.append(form.read(found[start : start + size], slot, rows) if size else None)
+            start += size
+        return arrived
+
+    def _decoded(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns one tensor per field, from all those that the fields are written as."""
+        left = iter(tensors)
+        written = [list(islice(left, n)) for counts in self._counts for n in counts]
+        found = [of_field[0] for of_field in written]
         for codecs, places in self._together:
             encoded_K = [Encoded(written[k]) for k in places]
             rows_K = decode_all(codecs, encoded_K, [self._all_fields[k] for k in places])
             for k, rows in zip(places, rows_K, strict=True):
                 found[k] = rows
-        tensors = iter(found)
-        return [
-            None if view is None else view.holding(list(islice(tensors, len(view.written))))
-            for view in views
-        ]
+        return found
 
 
 def _together(fields: Sequence[Field]) -> list[tuple[Codecs, list[int]]]:
@@ -199,28 +211,22 @@ class PieceView:
     def fill(self, payload: Payload) -> None:
         """Writes a payload into zeros; one of fewer rows than agreed leaves zeros behind it."""
         for field, views, t in zip(self._fields, self.written, payload, strict=False):
-            if t is not None:
-                for view, part in zip(views, _parts(field, t), strict=True):
-                    _leading(view, part.shape).copy_(part)
+            if t is None:
+                continue
+            parts = [t] if not field.codecs and isinstance(t, Tensor) else _parts(field, t)
+            for view, part in zip(views, parts, strict=True):
+                whole = view.shape == part.shape
+                (view if whole else view[tuple(map(slice, part.shape))]).copy_(part)
 
     def read(self) -> Arrived:
         """Returns the payload's gradient; it consists of views where it was not encoded."""
         pairs = zip(self._fields, self.written, strict=True)
-        return self.holding([decode(f.codecs, views, f.shape, f.dtype) for f, views in pairs])
-
-    def holding(self, tensors: Sequence[Tensor]) -> Arrived:
-        """Returns the payload's gradient from decoded fields."""
+        tensors = [decode(f.codecs, views, f.shape, f.dtype) for f, views in pairs]
         return self._piece.form.read(tensors, self._piece.slot, self._piece.rows)
 
 
 def _parts(field: Field, t: Tensor | Encoded) -> Sequence[Tensor]:
     if isinstance(t, Encoded):
         return t.written
-    if not field.codecs:
-        return [t]
     refuse_out_of_range(field.codecs, t)
     return encode(field.codecs, t)
-
-
-def _leading(view: Tensor, shape: torch.Size) -> Tensor:
-    return view if view.shape == shape else view[tuple(map(slice, shape))]

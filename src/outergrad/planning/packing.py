@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -52,6 +52,8 @@ class Packer:
         self._owners: dict[Slot | str, int] = {}
         self._last: tuple[tuple[Choice, list[Hashable]], list[Bucket]] | None = None
         self._order = tuple(model.params)[::-1]
+        self.place: Mapping[str, int] = {}
+        """Index of the last plan's bucket of each parameter."""
         self.opening: frozenset[str] = frozenset()
         """Parameters of the last step's first bucket: once they are ready, the plan is made."""
 
@@ -67,6 +69,7 @@ class Packer:
             self._dense = {b.dense_params: b for b in buckets if isinstance(b, DenseBucket)}
             opening = buckets[0].params if buckets else frozenset[str]()
             self._last, self.opening = (key, buckets), opening
+            self.place = {name: k for k, bucket in enumerate(buckets) for name in bucket.params}
         return self._last[1]
 
     def dense_bucket(self, names: Sequence[str]) -> DenseBucket:

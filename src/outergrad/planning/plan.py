@@ -269,19 +269,25 @@ class Planner:
             last = self._last = known, facts, self._chosen(headers)
         return last[2]
 
-    def repeats(self, choice: Choice, headers: Sequence[Header], step: int) -> bool:
-        """Begins a step; returns True if it repeats the last one, so that no plan need be adopted.
+    def repeats(
+        self, choice: Choice, headers: Sequence[Header], used: Collection[str], step: int
+    ) -> bool:
+        """Begins a step; returns True if it has the plan of the last one, which it adopts again.
 
         Args:
             choice: choice of the last step.
             headers: `header_cache.known` in the last step.
+            used: parameters that have a gradient on some site, in the last step.
             step: number of the step that begins.
         """
         self.begin(step)
         last = self._last
         if last is None or last[2] is not choice or choice is not self._adopted:
             return False
-        return self.header_cache.foresees(headers) and last[0] == self._known(self._phases)
+        if not self.header_cache.foresees(headers) or last[0] != self._known(self._phases):
+            return False
+        self._used, self._paid = used, []
+        return True
 
     def _known(self, phases: Sequence[Hashable]) -> list[Hashable]:
         """Inputs of a choice besides headers."""

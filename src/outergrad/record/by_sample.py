@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -56,7 +55,7 @@ class SampleNorms:
 
     def _add(self, slot: Slot, use: SampledUse, scale: float) -> None:
         part, total = use.by_sample(), use.samples.total
-        squares_B = scale**2 * squared_sample_norms(replace(slot, bias=None), part, total)
+        squares_B = scale**2 * squared_sample_norms(slot._replace(bias=None), part, total)
         before_B = self._squares_B.get(slot.weight)
         if before_B is not None and len(before_B) != total:
             self.why[slot.weight] = "its products see different numbers of samples"

@@ -13,7 +13,6 @@ from outergrad.record.stats import Stats
 from outergrad.session.choosing import Choosing
 from outergrad.session.core import Core
 from outergrad.session.failure import FailureHandler
-from outergrad.step.repeated import RepeatedStep
 from outergrad.step.step import SharedStep
 
 
@@ -60,24 +59,12 @@ class Aftermath:
         at.count(step.stats(self._steps_with(step)))
         if step.decision is not None:
             at.note_end(counted=step.applied)
-        if step.applied:
+        if step.applied and not self._reporter.is_silent:
             self._reporter.report(step.context, at.stats)
-        if step.decision is not None:
+        if step.decision is not None and self._choosing is not None:
             self._measure(step.context)
         if exchange.transform is None:
             exchange.next_forward.let_rest(exchange.compressors.counting)
-
-    def follow_repeated(self, step: RepeatedStep) -> None:
-        """Does the same for a repeated step, which chose what the last one did."""
-        at = self._at
-        at.count(step.stats(at.stats.step + 1))
-        at.note_end(counted=True)
-        if not self._reporter.is_silent:
-            self._reporter.report(step.context, at.stats)
-        self._mishaps.counted()
-        if self._choosing is not None:
-            self._measure(step.context)
-            self._exchange.next_forward.let_rest(self._exchange.compressors.counting)
 
     def follow_alone(self) -> None:
         """Notes and reports the step of a single site."""

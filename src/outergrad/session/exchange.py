@@ -15,7 +15,7 @@ from outergrad.core.blocks import Block
 from outergrad.core.reasons import Reason
 from outergrad.core.transport import Comm
 from outergrad.core.types import Unit
-from outergrad.messages.header import Header
+from outergrad.messages.header import Header, Join
 from outergrad.messages.raw import has_elements
 from outergrad.planning.plan import Planner
 from outergrad.replay.block_message import Blocks
@@ -26,22 +26,24 @@ from outergrad.session.membership import Membership
 from outergrad.session.next_forward import NextForward
 from outergrad.session.ranks import OneRank
 from outergrad.session.reporting import Reporter
-from outergrad.session.running_step import PlannedStep
+from outergrad.session.running_step import Step
 from outergrad.session.settings import Settings
 from outergrad.session.state import Owner
 from outergrad.step import param_grad
 from outergrad.step.accumulator import Accumulator
 from outergrad.step.cadence import Cadence, DueParts, Share
-from outergrad.step.captured import Captured
+from outergrad.step.captured import Captured, CarriedOver
 from outergrad.step.deferred_votes import DeferredVotes
 from outergrad.step.header_builder import Announced, HeaderBuilder, Loop
 from outergrad.step.joint import JointParts, JointStep, Point, described
 from outergrad.step.mishaps import Mishaps
-from outergrad.step.repeated import RepeatedStep
 from outergrad.step.spec import StepSpec
 from outergrad.step.step import SharedStep
+from outergrad.step.step_plan import StepPlan
 from outergrad.step.transforming import leftover, refuse_leftover
 from outergrad.step.unsynced import UnsyncedStep
+
+_NOTHING_LEFT = CarriedOver()
 
 
 class Exchange:
@@ -76,6 +78,7 @@ class Exchange:
         votes: deferred votes on the last steps.
         owner: what saved states say of this session.
         unshared: parameters with gradients of backward passes that were not shared.
+        plan: the plan of the last step, for a next one that announces the same; None without one.
         chosen: the reason for each unit's method.
         several: True if gradients travel, or a transform changes them.
     """
@@ -111,6 +114,7 @@ class Exchange:
         )
         self.attendance, self.votes = Attendance(), DeferredVotes()
         self.unshared: set[str] = set()
+        self.plan: StepPlan | None = None
         self.chosen: dict[Unit, Reason] = {}
         self.owner = Owner(settings.method, model, at.comm.rank, at.comm.world_size, (*self.local,))
         self._may_owe = False
@@ -147,16 +151,18 @@ class Exchange:
         captured = Captured(self.model, used, self.blocks, write)
         return UnsyncedStep(task, captured, captured.settle)
 
-    def synchronised(
-        self, task: int, used: set[str], before: RepeatedStep | None = None
-    ) -> tuple[PlannedStep, DueParts]:
+    def synchronised(self, task: int, used: set[str]) -> tuple[Step, DueParts]:
         """Begins a backward pass that shares what is due; a single site sends no messages.
 
         Args:
             task: autograd's number of the backward pass.
             used: parameters that get a gradient in it.
-            before: a repeated step, whose messages the new one takes over.
         """
+        plan = self._plan_again(used)
+        if plan is not None:
+            due_parts = self.cadence.due_parts(task, used, _NOTHING_LEFT, rows=True)
+            header = plan.own.of_step(self._at.stats.step)
+            return self.new_step(header, task=task, used=used, plan=plan), due_parts
         alone, left = self._is_alone(), self.leftover
         carried_over = self.accumulator.take(used)
         due_parts = self.cadence.due_parts(task, used, carried_over, rows=not alone)
@@ -177,12 +183,41 @@ class Exchange:
             planner=due_parts.due.planner,
             used=due_parts.used,
             carried_over=due_parts.carried_over,
-            joint=JointStep(points, self._at.comm, header, trained),
+            joint=JointStep(points, self._at.comm, header, trained) if self.joint else None,
             transform=self.transform,
             leftover=left,
-            before=before,
         )
         return step, due_parts
+
+    def _plan_again(self, used: set[str]) -> StepPlan | None:
+        """Returns the plan of the last step if a backward pass follows it, or None."""
+        plan, self.plan = self.plan, None
+        if plan is None or used != plan.trained or self.unshared:
+            return None
+        alone = len(self._at.group.attached) == 1
+        if not alone or self.attendance.join != Join.NONE or self.buffers.is_written():
+            return None
+        again = plan.choice, plan.headers, plan.used, self._at.stats.step
+        if not self.planner.repeats(*again):
+            return None
+        rests = plan.rests and self.next_forward.rests and not self.model.blocks
+        return plan if rests or self.header_builder.uses_as(plan.own, used) else None
+
+    def keep_plan(self, step: SharedStep) -> None:
+        """Keeps the plan of a step that is over, for the next one that announces the same."""
+        self.plan = None
+        changes = self.transform is not None or self.joint is not None
+        if (
+            not self._ranks.repeats
+            or changes
+            or not (self.cadence.always and self.weighting.is_even)
+        ):
+            return
+        layers = self.next_forward.layers
+        rests = step.plan is None and all(
+            layer.is_known(k) for layer in layers for k, _ in enumerate(layer.slots)
+        )
+        self.plan = step.as_plan(self.planner.header_cache.known, rests=rests)
 
     def _header(self, due_parts: DueParts, points: Sequence[Point]) -> Header:
         share = due_parts.due
@@ -235,8 +270,11 @@ class Exchange:
         """Clears what layers and blocks have counted since the last shared backward."""
         self.weighting.settle()
         self.blocks.forget()
-        for layer in self.next_forward.layers:
-            if not layer.rests and (due_parts is None or due_parts.shares(layer.slots)):
+        parts = due_parts
+        if parts is not None and parts.due is not None and parts.later is None:
+            parts = None  # all of the model
+        for layer in () if self.next_forward.rests else self.next_forward.layers:
+            if parts is None or parts.shares(layer.slots):
                 layer.forget_untapped()
 
     def forget_awaited(self) -> None:
@@ -291,4 +329,5 @@ class Exchange:
         self.owner = replace(self.owner, rank=comm.rank, sites=comm.world_size)
         self.planner.begin_anew(comm.cost)
         self.header_builder.move(comm)
+        self.plan = None
         self.votes.restart()

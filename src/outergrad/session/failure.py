@@ -115,7 +115,6 @@ class FailureHandler:
         """Words for what this site waits for."""
         if self._running.step is None and not self._votes.is_settled:
             return f"the other sites' word on what they received in {self._votes.about}"
-        self._running.escalate()
         step = self._running.shared
         return "the headers" if step is None else step.place
 
@@ -135,7 +134,6 @@ class FailureHandler:
         self._mishaps.lost(note_lost(at.comm, step, place, error, found))
 
     def _find_out(self, error: ExchangeError) -> Outcome:
-        self._running.escalate()
         step, at = self._running.shared, self._at
         standing = standing_of(error, at.stats.step, at.number, at.group.ends, at.comm.mesh)
         outcome = give_up(at.comm, replace(standing, voted=step is not None and step.voted))

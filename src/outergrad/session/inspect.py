@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -198,7 +198,7 @@ class _Look:
         first: dict[str | None, Any] = {None: None}
         first |= {n: self._names[id(p)] for n, p in module.named_parameters(prefix)}
         slots = rule.slots(module, prefix)
-        return tuple(replace(s, weight=first[s.weight], bias=first[s.bias]) for s in slots)
+        return tuple(s._replace(weight=first[s.weight], bias=first[s.bias]) for s in slots)
 
     def _unfit(self, module: nn.Module, names: Sequence[str]) -> str:
         """Returns why a layer with these parameters has to travel dense; else an empty text."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -34,12 +34,11 @@ from outergrad.session.after_step import Aftermath, Follower, StepOutcome
 from outergrad.session.core import Core
 from outergrad.session.elastic import Elastic
 from outergrad.session.failure import FailureHandler
-from outergrad.session.running_step import PlannedStep, Step
+from outergrad.session.running_step import Step
 from outergrad.step import param_grad
-from outergrad.step.cadence import DueParts, Share
+from outergrad.step.cadence import Share
 from outergrad.step.header_builder import Loop
 from outergrad.step.joint import JointStep, Point, described
-from outergrad.step.repeated import Pattern, RepeatedStep
 from outergrad.step.step import SharedStep
 
 LOOKS, LOOKS_EVERY = 3, 16
@@ -48,7 +47,7 @@ per parameter, and whoever writes to gradients does so in every step."""
 
 
 def _ignored(name: str) -> None:
-    """Stands for `on_counted` while no repeated step runs."""
+    """Stands for a step's events while none runs."""
 
 
 class BackwardLoop:
@@ -73,8 +72,10 @@ class BackwardLoop:
         synchronise: False inside `session.no_sync()`.
         watched: the trained parameters, by name.
         guard: finds changes of the model.
-        counted_task: autograd's number of a backward pass whose step repeats the last one.
-        on_counted: is told of that one's parameters that are ready.
+        direct_task: autograd's number of the backward pass whose step takes events directly.
+        direct: parameters of those events.
+        on_direct_gradient: is told that autograd has a gradient for one of these.
+        on_direct_ready: is told that the backward has nothing more for one of these.
         meets_hooks: True if a parameter of this backward has hooks of others.
     """
 
@@ -99,9 +100,8 @@ class BackwardLoop:
         self._followers = followers
         self._next_share, self._forget_gradients = next_share, forget_gradients
         self._settle_first = settle_first
-        self.synchronise, self.counted_task, self.meets_hooks = True, NO_TASK, False
-        self.on_counted: Callable[[str], None] = _ignored
-        self._pattern: Pattern | None = None
+        self.synchronise, self.meets_hooks = True, False
+        self._take_no_events()
         model = core.exchange.model
         self.watched = {name: WatchedParameter(name, p, self) for name, p in model.params.items()}
         captured = {name for slot in model.slots for name in slot.params}
@@ -133,20 +133,19 @@ class BackwardLoop:
     def on_use(self, block: Block, use: Use) -> None:
         """Takes the deltas of a use of a block."""
         self._refuse_detached()
-        self._current().captured.add_use(block, use)
+        self._step_of("").captured.add_use(block, use)
 
     def on_joint(self, point: Point, delta: Tensor) -> Tensor:
         """Takes the delta of an output of a part that is each site's own; returns the mean."""
         self._refuse_detached()
         with self._failure.guard():
-            return self._current().on_joint(point, delta)
+            return self._step_of("").on_joint(point, delta)
 
     def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
         """Takes the factors of a product whose delta has arrived."""
-        self._refuse_detached()
-        self._current()
-        step = self._planned_of(slot.weight)
-        step.captured.add(slot, factors)
+        if not self._at.attached:
+            self._refuse_detached()
+        self._step_of(slot.weight).captured.add(slot, factors)
 
     def on_gradient(self, name: str) -> None:
         """Notes that autograd itself has a gradient for the parameter."""
@@ -158,15 +157,11 @@ class BackwardLoop:
 
     def on_ready(self, name: str) -> None:
         """Notes that this backward has nothing more for the parameter."""
-        try:
-            self._step_of(name).on_ready(name)
-        except ExchangeError as error:  # without a context manager, once per parameter
-            raise self._failure.lost_by(error) from error
+        self._step_of(name).on_ready(name)
 
     def on_shard(self, name: str) -> None:
         """Notes that FSDP2 has reduced the gradient of a shard."""
-        with self._failure.guard():
-            step = self._current()
+        step = self._step_of(name)
         step.captured.used.add(name)
         if step.shared is None:
             self._exchange.unshared.add(name)
@@ -195,13 +190,6 @@ class BackwardLoop:
         self.refuse(self.guard.before_applying(optimizer))
         self._elastic.before_applying(optimizer)
 
-    def _current(self) -> PlannedStep:
-        """Returns the step of the backward that runs, as one that takes products."""
-        self._step_of("")
-        step = self._running.escalate()
-        assert step is not None
-        return step
-
     def _step_of(self, name: str) -> Step:
         """Returns the step of a parameter; the first event of a backward begins it.
 
@@ -219,12 +207,6 @@ class BackwardLoop:
         later = running.due_parts.later
         return later if name in later.captured.model.params else step
 
-    def _planned_of(self, name: str) -> PlannedStep:
-        """Returns the step of a parameter, once it has a plan of its own."""
-        running, later = self._running, self._running.due_parts and self._running.due_parts.later
-        assert running.planned is not None
-        return later if later and name in later.captured.model.params else running.planned
-
     def _refuse_detached(self) -> None:
         if not self._at.attached:
             raise RuntimeError("this forward ran before session.detach(): run it again")
@@ -239,63 +221,29 @@ class BackwardLoop:
         used = accumulating(self.watched)
         self.refuse(self.guard.at_begin(used))
         self._tentative.begin()
-        step = self._repeated(task, used)
-        if step is None:
-            written = set(self._past_autograd.written()) - self._exchange.unshared
-            if self.synchronise:
-                step, due_parts = self._exchange.synchronised(task, used)
-            else:
-                step, due_parts = self._exchange.unsynchronised(task, used), None
-            self._running.begin(step, due_parts)
-            if step.shared is not None:
-                self._at.group.running.append(self)
-                step.captured.has_autograd_grad |= written
-            self._past_autograd.begin(used)
+        written = set(self._past_autograd.written()) - self._exchange.unshared
+        if self.synchronise:
+            step, due_parts = self._exchange.synchronised(task, used)
+        else:
+            step, due_parts = self._exchange.unsynchronised(task, used), None
+        self._running.begin(step, due_parts)
+        if step.shared is not None:
+            self._at.group.running.append(self)
+            step.captured.has_autograd_grad |= written
+        self._past_autograd.begin(used)
+        if due_parts is None or due_parts.later is None:
+            self.direct_task, self.direct = task, used
+            self.on_direct_gradient = step.captured.has_autograd_grad.add
+            self.on_direct_ready = step.on_ready
         at_end_of_backward(partial(self._end, task))
         self._ranks.begin()
         return step
 
-    def _repeated(self, task: int, used: set[str]) -> RepeatedStep | None:
-        """Begins a step that repeats the messages of the last one; None if it may differ."""
-        exchange, pattern, participant = self._exchange, self._pattern, self._at.participant
-        if pattern is None or participant is None or not self.synchronise or used != pattern.used:
-            return None
-        number, group = self._at.stats.step, self._at.group
-        alone = len(group.attached) == 1
-        plain = alone and not exchange.unshared and exchange.attendance.join == Join.NONE
-        told = not self._reporter.is_silent and self._reporter.is_due(number)
-        quiet = not (told or exchange.buffers.is_written())
-        repeats = exchange.planner.repeats
-        if not (plain and quiet and repeats(pattern.choice, pattern.known, number)):
-            return None
-        rests = pattern.rests and exchange.next_forward.rests
-        if not rests and not exchange.header_builder.uses_as(pattern.own, used):
-            return None
-        step = RepeatedStep(pattern, task, number, participant, exchange.votes, group.turns)
-        group.running.append(self)
-        self._running.begin_repeated(step, partial(self._planned, step))
-        self.counted_task, self.on_counted = task, step.on_ready
-        return step
-
-    def _planned(self, step: RepeatedStep) -> tuple[PlannedStep, DueParts]:
-        """Continues a repeated step by one with a plan of its own, with what was sent of it."""
-        self._at.group.running.remove(self)
-        self._pattern, self.counted_task, self.on_counted = None, NO_TASK, _ignored
-        planned = self._exchange.synchronised(step.task, set(step.used), before=step)
-        self._at.group.running.append(self)
-        return planned
-
-    def _pattern_of(self, step: SharedStep) -> Pattern | None:
-        """Returns what the next step may have in common with one that is over."""
-        exchange = self._exchange
-        changes = exchange.transform is not None or exchange.joint is not None
-        if not self._ranks.repeats or changes or exchange.model.blocks or not step.applied:
-            return None
-        if not (exchange.cadence.always and exchange.weighting.is_even):
-            return None
-        layers = exchange.next_forward.layers
-        rests = all(layer.is_known(k) for layer in layers for k, _ in enumerate(layer.slots))
-        return Pattern.of(step, exchange.planner.header_cache.known, rests=rests)
+    def _take_no_events(self) -> None:
+        """Takes events of parameters through this loop until the next step has begun."""
+        self.direct_task = NO_TASK
+        self.direct: Collection[str] = ()
+        self.on_direct_gradient = self.on_direct_ready = _ignored
 
     # -- a step ends ----------------------------------------------------------------------------
 
@@ -308,22 +256,18 @@ class BackwardLoop:
         number, change = self._at.stats.step, self._past_autograd.refused()
         if change is not None:  # the others hear of it as of any backward that raised
             raise change.error(self._at.comm.rank)
-        repeated = self._running.repeated
-        if repeated is not None and self._succeeds(repeated):
-            self._finish_repeated(repeated)
-        else:
-            self.finish(self._running.escalate())
+        self.finish(step)
         if number % LOOKS_EVERY < LOOKS and self._at.stats.step > number:
             at_end_of_backward(partial(self._refuse_overwritten, self._left()))
 
-    def finish(self, step: PlannedStep | None) -> None:
+    def finish(self, step: Step | None) -> None:
         """Makes the gradients of a step the mean over the sites; then come its followers.
 
         Raises:
             StepDiscardedError: the step does not count, on any site.
             SiteLostError: another site is lost.
         """
-        if step is None or step is not self._running.planned:
+        if step is None or step is not self._running.step:
             return
         due_parts = self._running.due_parts
         try:
@@ -338,8 +282,10 @@ class BackwardLoop:
             raise told from error
         if (shared := step.shared) is not None:
             self._exchange.attendance.note(shared.context.headers)
-            used = shared.context.used if shared.applied else frozenset[str]()
-            outcome = StepOutcome(used, used, applied=shared.applied)
+            applied = shared.applied
+            used = shared.context.used if applied else frozenset[str]()
+            hooked = used if shared.plan is None or self.meets_hooks else ()
+            outcome = StepOutcome(hooked, used, applied=applied)
         elif due_parts is not None:
             outcome = StepOutcome(due_parts.used | due_parts.released)
         else:
@@ -353,7 +299,7 @@ class BackwardLoop:
         for follower in self._followers:
             follower(outcome)
 
-    def _finish(self, step: PlannedStep) -> None:
+    def _finish(self, step: Step) -> None:
         exchange, due_parts, shared = self._exchange, self._running.due_parts, step.shared
         try:
             self._complete(step)
@@ -369,7 +315,7 @@ class BackwardLoop:
         finally:
             self._close_and_note(step)
 
-    def _complete(self, step: PlannedStep) -> None:
+    def _complete(self, step: Step) -> None:
         if (shared := step.shared) is not None:
             try:
                 shared.finish()
@@ -379,8 +325,9 @@ class BackwardLoop:
         elif self._running.due_parts is not None and self._mishaps.skips_bad:
             self._mishaps.alone(self._at.stats.step)
 
-    def close(self, step: PlannedStep) -> None:
+    def close(self, step: Step) -> None:
         """Forgets a step that is over, and continues with what it has chosen and decided."""
+        self._take_no_events()
         due_parts, exchange = self._running.end(), self._exchange
         shared = step.shared
         if shared is not None:
@@ -393,7 +340,7 @@ class BackwardLoop:
         elif due_parts is not None and due_parts.due is not None:
             self._aftermath.follow_alone()
 
-    def _close_and_note(self, step: PlannedStep) -> None:
+    def _close_and_note(self, step: Step) -> None:
         self.close(step)
         if (shared := step.shared) is not None:
             self._aftermath.note(shared)
@@ -401,31 +348,7 @@ class BackwardLoop:
     def _follow_up(self, step: SharedStep) -> None:
         self._aftermath.follow(step)
         if step.choice is not None:
-            self._pattern = self._pattern_of(step)
-
-    def _succeeds(self, step: RepeatedStep) -> bool:
-        try:
-            return step.succeeds()
-        except BaseException:  # an interrupt
-            self._at.comm.take_turn(0)
-            full = self._running.escalate()
-            assert full is not None
-            self._close_and_note(full)
-            raise
-
-    def _finish_repeated(self, step: RepeatedStep) -> None:
-        exchange = self._exchange
-        self._at.group.running.remove(self)
-        self._running.end()
-        self.counted_task, self.on_counted = NO_TASK, _ignored
-        for layer in () if exchange.next_forward.rests else exchange.next_forward.layers:
-            layer.forget_awaited()
-            layer.forget_untapped()
-        exchange.planner.commit(applied=True)
-        exchange.cadence.passes += 1
-        self._aftermath.follow_repeated(step)
-        used = step.context.used
-        self._follow(StepOutcome(used if self.meets_hooks else (), used, applied=True))
+            self._exchange.keep_plan(step)
 
     def _left(self) -> dict[str, tuple[Tensor, int]]:
         """Returns the gradients of now, with their counts of changes."""
@@ -447,12 +370,11 @@ class BackwardLoop:
         """Ends a step whose backward raised here, so that all sites are in step again."""
         self._settle_first()
         running = self._running
-        if self._raised_early and running.shared is None and running.repeated is None:
+        if self._raised_early and running.shared is None:
             self._end_raised_early()
             return
         if running.step is None or running.step.task == unless:
             return  # another session may be in the middle of the same backward
-        running.escalate()
         step = running.shared
         if step is None:
             return
@@ -584,7 +506,3 @@ class BackwardLoop:
             finally:
                 self.close(step)
         self._aftermath.note(step)
-
-    def move(self) -> None:
-        """Forgets the last step's messages, which were of another transport."""
-        self._pattern = None

@@ -194,10 +194,10 @@ class OuterSteps:
 
     def receive(self) -> None:
         """Waits for the exchange under way, whose mean is then in `grad` of the shared weights."""
-        if self._under_way is None or self._running.planned is None:
+        if self._under_way is None or self._running.step is None:
             return
         try:
-            self._loop.finish(self._running.planned)
+            self._loop.finish(self._running.step)
         except Exception as error:
             self._failed = error
         except BaseException:  # an interrupt: `grad` is still this site's own change, no mean

@@ -80,6 +80,8 @@ class Reporter:
 
     def reading(self, step: int) -> Reading | None:
         """Begins the measurement of a step; None if no recorder records it."""
+        if not self._clients:
+            return None
         due = self._due(step)
         allowed_s = max((client.allowed_s for client in due), default=0.0) - self._told_s
         by_sample = any(client.samples for client in due)

@@ -162,7 +162,6 @@ class Session:
     def move(self, comm: Comm) -> None:
         """Continues on another transport, because the sites have changed."""
         self._elastic.move(comm)
-        self._loop.move()
         self._check.move()
 
     def transport(self) -> Comm:

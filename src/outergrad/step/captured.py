@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import reduce
 
@@ -133,11 +133,13 @@ class Captured:
         write: Write | None = None,
         carried_over: CarriedOver | None = None,
     ) -> None:
-        before = carried_over or CarriedOver()
-        self.model, self.used = model, {*used, *before.params}
+        self.model, self.used, stacked = model, set(used), {}
+        if carried_over is not None and carried_over.stacked:
+            stacked = carried_over.stacked
+            self.used |= carried_over.params
         self._blocks, self._write = Blocks() if blocks is None else blocks, write
         self._uses: list[tuple[Block, Use]] = []
-        self._of_slot = _known(before.stacked)
+        self._of_slot = _known(stacked)
         self.has_autograd_grad: set[str] = set()
         self.settled: set[Source] = set()
         self.empty: set[Source] = set()
@@ -185,7 +187,12 @@ class Captured:
         A graph of torch.compile says in forward what it taps, and has no delta of a product that
         none of its outputs depends on.
         """
-        parts = [factors() for factors in self._of_slot.get(slot, ())]
+        uses = self._of_slot.get(slot, ())
+        if len(uses) == 1:  # the usual case, without the calls below
+            part = uses[0]()
+            if slot.lookup or part.d_GRO.shape[1] >= announced:
+                return part
+        parts = [factors() for factors in uses]
         if not parts:
             self.empty.add(slot)
         missing = announced - sum(part.d_GRO.shape[1] for part in parts)
@@ -202,6 +209,17 @@ class Captured:
     def compute(self) -> None:
         """Computes the rows of all uses now, so that errors are raised here."""
         self._of_slot = _known(self.take())
+
+    def settle_all(self, names: Iterable[str]) -> None:
+        """Settles these parameters, as `settle` does."""
+        if self._uses:
+            for name in names:
+                self.settle(name)
+        elif self._of_slot:
+            captured = {name for slot in self._of_slot for name in slot.params}
+            for name in names:
+                if name in captured:
+                    self.settle(name)
 
     def settle(self, name: str) -> None:
         """Adds the captured products of a parameter to its `grad`, as autograd would have."""

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import SupportsInt
 
 import torch
@@ -49,7 +49,7 @@ class Decision:
         """Returns the decision that a step counts."""
         return Decision(Verdict.GOOD, Vote(header.fingerprint, header.step, header.rank))
 
-    @property
+    @cached_property
     def good(self) -> bool:
         """True if the step counts."""
         return self.verdict == Verdict.GOOD

@@ -57,7 +57,7 @@ class Announced:
     trained: Set[str] = frozenset()
 
 
-_NOTHING_LEFT = CarriedOver()
+_NOTHING_LEFT, _NONE = CarriedOver(), frozenset[str]()
 
 
 @dataclass
@@ -145,8 +145,14 @@ class HeaderBuilder:
             header: header of another step.
             used: parameters in which the backward leaves a gradient.
         """
-        pairs = zip(self._of_slots(), header.uses, strict=True)
-        return all(self._use(entry, set(), _NOTHING_LEFT, used) == use for entry, use in pairs)
+        slots, blocks = self._of_slots(), self._model.blocks
+        of_slots, of_blocks = header.uses[: len(slots)], header.uses[len(slots) :]
+        for entry, use in zip(slots, of_slots, strict=True):
+            now = self._use(entry, _NONE, _NOTHING_LEFT, used)
+            if now is not use and now != use:
+                return False
+        pairs = zip(blocks, of_blocks, strict=True)
+        return all(self._block_use(block, _NONE) == use for block, use in pairs)
 
     def absent(self, step: int, loop: Loop) -> Header:
         """Returns the header of a site that uses nothing in a step."""
@@ -156,16 +162,16 @@ class HeaderBuilder:
         uses = (*(no_rows,) * len(model.slots), *(nothing,) * len(model.blocks))
         return Header(*own, used, uses, False, (0, 0), *loop)
 
-    def _block_use(self, block: Block, formed: set[str]) -> BlockUse:
+    def _block_use(self, block: Block, formed: Set[str]) -> BlockUse:
         nbytes, untapped = self._blocks.announce(block).nbytes, self._blocks[block].untapped_nbytes
         suffices = untapped == 0 and formed.isdisjoint(block.params)
         return BlockUse(min(nbytes + _rounded_up(untapped), MOST_ROWS - 1), suffices)
 
     def _use(
-        self, entry: _Entry, formed: set[str], carried_over: CarriedOver, trained: Set[str]
+        self, entry: _Entry, formed: Set[str], carried_over: CarriedOver, trained: Set[str]
     ) -> SlotUse:
         layer, k, use = entry.layer, entry.number, entry.use
-        if use is not None and layer.is_known(k) and not carried_over.stacked:
+        if use is not None and layer.rests and layer.is_known(k) and not carried_over.stacked:
             return use
         seen = tapped, untapped, dtype = layer.announced(k, trained)
         plain = not (formed or carried_over.stacked)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import TypeVar
 
 import torch
@@ -20,12 +19,15 @@ from outergrad.messages.wire import State
 from outergrad.planning.plan import Planner
 from outergrad.record.gauge import Reading
 from outergrad.step import param_grad
+from outergrad.step.bucket_view import BucketView
 from outergrad.step.buffer_message import BufferMessage
 from outergrad.step.commit import Ballot
 
 T = TypeVar("T")
 Sent = Sequence[tuple[Bucket, Pending]]
 """Messages under way, in the order in which all sites started them."""
+Last = tuple[int, Bucket, Result]
+"""Place, bucket and result of the last message."""
 Gradients = dict[str, Tensor]
 AskAgain = Callable[[int, int, int], bytes]
 """Requests a message once more: of a site, at a place in the step, of a size in bytes."""
@@ -46,24 +48,28 @@ class Receiver:
         error: exception on this site.
         wait_s: seconds that this site waited.
         written: parameters of messages that were written.
+        context: context of the step.
+        waits_since: when the current wait of this site began; None outside of waits.
         ask_again: requests damaged messages again, in a step that nobody may refuse.
     """
 
     def __init__(self, planner: Planner, context: StepContext) -> None:
-        self._planner, self._context = planner, context
+        self._planner, self.context = planner, context
         self._has_autograd_grad: dict[str, Tensor] = {}
         self._awaited: Bucket | str = "the headers"
         self.wait_s = 0.0
-        self._waits_since: float | None = None
+        self.waits_since: float | None = None
         self.error: Exception | None = None
         self.written: set[str] = set()
         self.ask_again: AskAgain | None = None
         self.state, self._lacks = State.GOOD, False
+        self.views: Sequence[BucketView | None] = ()
+        """For each message, what makes its sums gradients; empty where they are copied."""
 
     @property
     def may_count(self) -> bool:
         """True if nothing was said or found against the step, and it needs no more messages."""
-        good = self.state == State.GOOD and self._context.state == State.GOOD
+        good = self.state == State.GOOD and self.context.state == State.GOOD
         return good and not (self._has_autograd_grad or self._lacks)
 
     @property
@@ -85,32 +91,28 @@ class Receiver:
         self._awaited = bucket
 
     def _first(self, bucket: Bucket) -> str:
-        return next(name for name in self._context.params if name in bucket.params)
+        return next(name for name in self.context.params if name in bucket.params)
 
     def fail(self, error: Exception) -> None:
         """Records an exception on this site, which goes through all messages nonetheless."""
-        self.error, self._context.state = error, State.FAILED
+        self.error, self.context.state = error, State.FAILED
 
     @property
     def waits_s(self) -> float:
         """Seconds since the current wait of this site began; 0 outside of waits."""
-        since = self._waits_since
+        since = self.waits_since
         return 0.0 if since is None else time.perf_counter() - since
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Counts the time inside this context as waiting."""
-        began = self._waits_since = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._waits_since = None
-            self.wait_s += time.perf_counter() - began
+    def waiting(self) -> _Wait:
+        """Context in which this site waits."""
+        return _Wait(self)
 
     def start_second_rounds(self, sent: Sent) -> None:
         """Starts the second rounds of messages that have one, in the order of the messages."""
-        for bucket, pending in (pair for pair in sent if pair[1].rounds > 1):
-            with self._awaiting(bucket):
+        for bucket, pending in sent:
+            if pending.rounds == 1:
+                continue
+            with _Wait(self, bucket):
                 try:
                     pending.advance()
                 except ExchangeError:
@@ -118,27 +120,28 @@ class Receiver:
                 except Exception as error:  # the others wait for a message that can't be made
                     raise ExchangeError(str(error), kind=Failure.LOCAL) from error
 
-    def receive(self, sent: Sent, ballot: Ballot) -> tuple[Bucket, Result] | None:
+    def receive(self, sent: Sent, ballot: Ballot) -> Last | None:
         """Receives all messages; writes all but the last one, if all are good.
 
         Returns:
             The last message, to be written after the vote is cast; None if nothing is left to
             write.
         """
-        state, last = self._context.state, None
+        state, last = self.context.state, None
         for place, (bucket, pending) in enumerate(sent):
             result = self._result(bucket, pending, ballot, place)
             if last is not None and state == State.GOOD:
                 self.write(*last)
-            state, last = max(state, result.state), (bucket, result)
+            state, last = max(state, result.state), (place, bucket, result)
             self._lacks = self._lacks or result.lacks
         ballot.hear(state)
         self.state = state
         if state != State.GOOD:
             return None
         more = self._has_autograd_grad or self._lacks
-        if last is not None and (more or last[1].has_autograd_grad):
+        if last is not None and (more or last[2].has_autograd_grad):
             self.write(*last)
+            self.lend(copies=True)
             self._share_autograd_grad()
             if self._lacks:
                 self._leave_out(self._lacked_by_all(ballot))
@@ -149,7 +152,7 @@ class Receiver:
 
     def _lacked_by_all(self, ballot: Ballot) -> list[str]:
         """Exchanges lacking parameters; returns those that each site lacks or did not announce."""
-        context = self._context
+        context = self.context
         own, lacking = list(context.params), context.lacking()
         words = bit_words([name in lacking for name in own])
         sent = context.comm.control([*words, sum_of_words(words)])
@@ -172,10 +175,10 @@ class Receiver:
     @torch.no_grad()
     def _leave_out(self, names: Sequence[str]) -> None:
         """Drops these gradients, as autograd would leave none; residuals that were sent stay."""
-        params = self._context.params
+        params = self.context.params
         nothing = [n for n in names if (g := params[n].grad) is None or not bool(g.any())]
         param_grad.drop(params[name] for name in nothing)
-        self._context.used -= frozenset(nothing)
+        self.context.used -= frozenset(nothing)
 
     # -- messages, one by one --------------------------------------------------------------------
 
@@ -213,7 +216,7 @@ class Receiver:
 
     def _result(self, bucket: Bucket, pending: Pending, ballot: Ballot, place: int) -> Result:
         result = Result(state=State.FAILED)
-        with self._awaiting(bucket):
+        with _Wait(self, bucket):
             try:
                 result = self._sound(pending.wait, pending.gathered, place)
             except RefusedError as error:
@@ -228,41 +231,38 @@ class Receiver:
             ballot.note_sum(result.digest)
         return result
 
-    @contextmanager
-    def _awaiting(self, bucket: Bucket) -> Iterator[None]:
-        """Books the time inside on a message's parameters, without that of computations."""
-        self.awaits(bucket)
-        context = self._context
-        began, computed_s = time.perf_counter(), context.computed_s
-        self._waits_since = began
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self._waits_since = None
-        waited_s = time.perf_counter() - began - (context.computed_s - computed_s)
-        self.wait_s += waited_s
-        context.waits.append((bucket.params, waited_s))
-
     # -- into `param.grad` ----------------------------------------------------------------------
 
-    def write(self, bucket: Bucket, result: Result) -> None:
-        """Writes the result of one message."""
-        params = self._context.params
+    def write(self, place: int, bucket: Bucket, result: Result) -> None:
+        """Writes the result of one message; sums that may become gradients wait for `lend`."""
+        params = self.context.params
+        if self.views and (view := self.views[place]) is not None:
+            self.written.update(view.write(params))
+            return
         means, additions = self.effects(bucket, result)
-        if self._context.reading is not None:
-            self._measure(self._context.reading, means)
+        if self.context.reading is not None:
+            self._measure(self.context.reading, means)
         param_grad.overwrite(params, means)
         not_yet = {n: additions.pop(n) for n in result.has_autograd_grad if n in additions}
-        if self._context.reading is not None:
-            self._measure(self._context.reading, additions, formed=False, not_yet=not_yet)
+        if self.context.reading is not None:
+            self._measure(self.context.reading, additions, formed=False, not_yet=not_yet)
         self._has_autograd_grad.update(not_yet)
         param_grad.add(params, additions)
         self.written |= bucket.params
 
+    def lend(self, *, copies: bool = False) -> None:
+        """Makes sums the gradients, once the step counts.
+
+        Args:
+            copies: True to copy them instead, because it is not known yet whether it counts.
+        """
+        for view in self.views:
+            if view is not None:
+                self.written.update(view.lend(self.context.params, copies=copies))
+
     def effects(self, bucket: Bucket, result: Result) -> tuple[Mapping[str, Tensor], Gradients]:
         """Returns the gradients that replace `param.grad`, and those that are added to it."""
-        used, params = self._context.used, self._context.params
+        used, params = self.context.used, self.context.params
         means = only(result.means, used)
         additions = dict(only(result.additions, used))
         for name in (bucket.params & used) - set(additions) - set(means):
@@ -282,20 +282,48 @@ class Receiver:
         for name in not_yet:
             reading.leave_out(name)
         for name, mean in means.items():
-            own = self._context.params[name].grad if formed else None
-            own = None if own is None else scaled(own, self._context.scale)
+            own = self.context.params[name].grad if formed else None
+            own = None if own is None else scaled(own, self.context.scale)
             reading.mean(name, own, mean)
 
     def _share_autograd_grad(self) -> None:
         """All-reduces autograd's gradients of parameters whose factors were also sent."""
         if not self._has_autograd_grad:
             return
-        self._planner.note_autograd_grad(list(self._has_autograd_grad), self._context.headers)
+        self._planner.note_autograd_grad(list(self._has_autograd_grad), self.context.headers)
         for name in self._has_autograd_grad:
             bucket = self._planner.packer.dense_bucket([name])
-            means = bucket.start(self._context).wait().means
-            param_grad.overwrite(self._context.params, means)
-        param_grad.add(self._context.params, self._has_autograd_grad)
+            means = bucket.start(self.context).wait().means
+            param_grad.overwrite(self.context.params, means)
+        param_grad.add(self.context.params, self._has_autograd_grad)
+
+
+class _Wait:
+    """A wait of this site, maybe for one message, less the seconds of what is computed meanwhile.
+
+    Args:
+        receiver: counts the seconds.
+        bucket: the message; None if it is no gradient's.
+    """
+
+    def __init__(self, receiver: Receiver, bucket: Bucket | None = None) -> None:
+        self._receiver, self._bucket = receiver, bucket
+
+    def __enter__(self) -> None:
+        receiver, context = self._receiver, self._receiver.context
+        if self._bucket is not None:
+            receiver.awaits(self._bucket)
+        self._computed_s = context.layers.compress_s + context.layers.replay_s
+        self._began = receiver.waits_since = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        receiver, context = self._receiver, self._receiver.context
+        receiver.waits_since = None
+        waited_s = time.perf_counter() - self._began
+        if self._bucket is not None:
+            waited_s -= context.layers.compress_s + context.layers.replay_s - self._computed_s
+            context.waits.append((self._bucket.params, waited_s))
+        receiver.wait_s += waited_s
 
 
 def only(gradients: Mapping[str, Tensor], used: Set[str]) -> Mapping[str, Tensor]:

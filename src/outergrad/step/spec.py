@@ -2,53 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from outergrad.buckets.bucket import Bucket, Pending, StepContext
+from outergrad.buckets.bucket import StepContext
 from outergrad.capture.engine import NO_TASK
-from outergrad.core.errors import DriftError, ExchangeError
 from outergrad.core.model import Model
 from outergrad.core.transform import GradientTransform
 from outergrad.core.transport import Comm
 from outergrad.messages.header import Header
 from outergrad.planning.plan import Planner
 from outergrad.record.gauge import Reading
-from outergrad.record.stats import Since
 from outergrad.replay.block_message import Blocks
 from outergrad.step.buffers import SharedBuffers
 from outergrad.step.captured import Captured, CarriedOver
 from outergrad.step.commit_participant import CommitParticipant
 from outergrad.step.deferred_votes import DeferredVotes
 from outergrad.step.joint import JointStep
+from outergrad.step.step_plan import StepPlan
 from outergrad.step.transforming import Transforming, refuse_leftover
-
-
-class Begun(Protocol):
-    """A step that was begun in another way, and that a `SharedStep` takes over.
-
-    Attributes:
-        context: context of its messages.
-        headers: predicted headers of all sites.
-        since: counters of the transport before the step.
-        began: start of the step, by the monotonic clock.
-        ready: parameters for which its backward has nothing more.
-        sent: its messages that are under way.
-        awaited: message that it waits for; None before the first.
-        drift: error that sites have applied different results before, if that was found.
-        error: exception with which it failed, if any.
-    """
-
-    context: StepContext
-    headers: Sequence[Header]
-    since: Since
-    began: float
-    ready: Sequence[str]
-    sent: Sequence[tuple[Bucket, Pending]]
-    awaited: Bucket | None
-    drift: DriftError | None
-    error: ExchangeError | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +44,7 @@ class StepSpec:
         leftover: name of a parameter with a gradient that is none of this step's.
         participant: commit participant of this site; None if there is no board.
         votes: deferred votes of the session, on the steps before.
-        before: step that was begun in another way and goes on; None if there is none.
+        plan: plan of the last step, which this one follows; None if it makes its own.
     """
 
     model: Model
@@ -91,7 +63,7 @@ class StepSpec:
     leftover: str = ""
     participant: CommitParticipant | None = None
     votes: DeferredVotes = field(default_factory=DeferredVotes)
-    before: Begun | None = None
+    plan: StepPlan | None = None
 
     def captured(self) -> Captured:
         """Returns a store for the factors of the backward, begun with rows of earlier passes."""

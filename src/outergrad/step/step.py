@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from outergrad.buckets.bucket import Bucket, Pending, Result
+from outergrad.buckets.bucket import Bucket, Pending
+from outergrad.capture.engine import NO_TASK
 from outergrad.core.errors import (
     BoardGoneError,
     DriftError,
@@ -21,55 +23,28 @@ from outergrad.core.model import Choice
 from outergrad.core.transport import Work
 from outergrad.core.types import Unit
 from outergrad.linalg.gradients import scaled
-from outergrad.messages.header import Header, digest
+from outergrad.messages.checksum import combined
+from outergrad.messages.header import Header, Join, digest
 from outergrad.messages.vote import MEAN_DELTAS, Subjects, Verdict
 from outergrad.messages.wire import State
 from outergrad.record.stats import Since, Stats
 from outergrad.step import param_grad
+from outergrad.step.bucket_view import BucketView
 from outergrad.step.buffer_message import BufferMessage
 from outergrad.step.commit import Ballot, Decision
 from outergrad.step.commit_participant import refuse_if_given_up
 from outergrad.step.groups import on_transport
 from outergrad.step.joint import JointStep, Point
 from outergrad.step.peer_requests import Question, answer_key, ask
-from outergrad.step.receiving import BUFFERS_PLACE, Receiver
-from outergrad.step.spec import Begun, StepSpec
+from outergrad.step.receiving import BUFFERS_PLACE, Last, Receiver, only
+from outergrad.step.spec import StepSpec
+from outergrad.step.step_plan import StepPlan
 from outergrad.step.step_result import StepResult
 
-
-class Readiness:
-    """Parameters that a backward has still to reach; it looks at each of a message once.
-
-    Args:
-        waiting: all parameters that the backward will reach.
-    """
-
-    def __init__(self, waiting: Iterable[str]) -> None:
-        self._waiting = set(waiting)
-        self._names: Collection[str] = ()
-        self._rest: Iterator[str] = iter(())
-        self._next: str | None = None
-
-    def note(self, name: str) -> None:
-        """Records that the backward has nothing more for a parameter."""
-        self._waiting.discard(name)
-
-    def are_ready(self, names: Collection[str]) -> bool:
-        """True if the backward has nothing more for any of these parameters.
-
-        Args:
-            names: parameters of one message, the same object until they are ready.
-        """
-        if names is not self._names:
-            self._names, self._rest = names, iter(names)
-            self._next = next(self._rest, None)
-        while self._next is not None and self._next not in self._waiting:
-            self._next = next(self._rest, None)
-        return self._next is None
-
-
 _POLL_S = 0.02
-Last = tuple[Bucket, Result] | None
+_NOTHING = nullcontext()
+_NO_BUFFERS, _NO_MEAN_DELTAS = combined(()), combined(())
+"""Digests of what was received where no buffers travelled, and no deltas."""
 
 
 class SharedStep:
@@ -77,7 +52,8 @@ class SharedStep:
 
     The plan follows from the headers of all sites. They are exchanged first or, if the last two
     steps had the same ones, predicted. A site whose batch differs from the prediction then says so
-    in every message, and all sites discard the messages and start again with new headers.
+    in every message, and all sites discard the messages and start again with new headers. If this
+    site announces the same as in the last step, too, the step follows the plan of the last one.
 
     Once it has begun, a site goes through all messages of the step, even if its own backward
     raised. So the sites never get out of step with each other.
@@ -93,9 +69,11 @@ class SharedStep:
         drift: error that sites have applied different results, if that was found.
         decision: whether the step counts; None before it is known.
         is_taken: whether its result came from another site in the end.
+        plan: plan of the last step, which it follows; None if it makes its own.
     """
 
     choice: Choice | None = None
+    plan: StepPlan | None = None
     lengths: object = None
     drift: DriftError | None = None
     _announced: Work
@@ -103,61 +81,41 @@ class SharedStep:
     def __init__(self, spec: StepSpec) -> None:
         model, comm, header, planner = spec.model, spec.comm, spec.header, spec.planner
         self._comm, self._participant, self._votes = comm, spec.participant, spec.votes
-        self._averages = spec.joint is not None and spec.joint.averages
         self._began = time.monotonic()
-        self.is_taken = self._is_optimistic = False
-        self.task, self._shared_buffers = spec.task, spec.buffers
-        self._joint = spec.joint or JointStep((), comm)
-        self._buffers: BufferMessage | None = None
+        self.is_taken = self._is_optimistic = self._is_sent = False
+        self.task, self._trained, self._shared_buffers = spec.task, spec.used, spec.buffers
+        self._joint, self._buffers = spec.joint, None
         self._since = Since(comm)
         self.decision: Decision | None = None
-        self._model, self._planner = model, planner
+        self._model, self._planner, self.plan = model, planner, spec.plan
         self.captured = spec.captured()
         self._transforming = spec.transforming(self.captured)
         self._holds_back = self._transforming is not None and self._transforming.holds_back
-        self._readiness = Readiness(spec.used)
-        self._buckets: list[Bucket] = []
+        self._waiting = set(spec.used)
+        """Parameters that the backward has still to reach."""
+        self._buckets: Sequence[Bucket] = ()
+        self._place: Mapping[str, int] = {}
+        self._left: list[int] = []
+        """Number of parameters in each message that the backward has still to reach."""
         self._sent: list[tuple[Bucket, Pending]] = []
-        self._goes_on, self._is_sent = spec.before is not None, False
         self._lost_by: ExchangeError | None = None
         self.context = spec.context(self.captured)
         self._receiver = Receiver(planner, self.context)
-        if spec.before is not None:
-            self._go_on(spec.before)
+        if spec.participant is not None:
+            spec.participant.begins(self)
+        if spec.plan is not None:
+            self._follow(spec.plan)
+            return
         self.subjects = Subjects(list(model.params), self._shared_buffers.names)
         self._ballot = Ballot(comm, header, self.subjects)
         planner.begin(header.step)
-        foreseen = self._foreseen(spec)
-        if spec.participant is not None:
-            spec.participant.begins(self)
+        foreseen = planner.header_cache.foreseen(header.step)
         if foreseen is None:
             self._announce(header)
         else:
             if planner.header_cache.surprises(header, foreseen):
                 self.context.state = State.SURPRISED
-            self._plan(foreseen)
-
-    def _foreseen(self, spec: StepSpec) -> list[Header] | None:
-        if spec.before is None:
-            return spec.planner.header_cache.foreseen(spec.header.step)
-        return [header.of_step(spec.header.step) for header in spec.before.headers]
-
-    def _go_on(self, before: Begun) -> None:
-        """Takes over a step that was begun in another way, with its state."""
-        self._sent, self.drift, self._lost_by = list(before.sent), before.drift, before.error
-        self._since, self.context.layers = before.since, before.context.layers
-        self._began = before.began
-        self.context.state, self.context.bad = before.context.state, before.context.bad
-        self.context.without_grad |= before.context.without_grad
-        if before.awaited is not None:
-            self._receiver.awaits(before.awaited)
-        for name in before.ready:
-            self._readiness.note(name)
-
-    @property
-    def buckets(self) -> Sequence[Bucket]:
-        """Messages of the step, once there is a plan."""
-        return self._buckets
+            self._adopt(foreseen)
 
     @property
     def shared(self) -> SharedStep | None:
@@ -184,6 +142,7 @@ class SharedStep:
 
     def on_joint(self, point: Point, delta: Tensor) -> Tensor:
         """Returns the mean over the sites of a delta below a shared part."""
+        assert self._joint is not None
         self.agreed()
         own = scaled(delta, self.context.scale)
         try:
@@ -201,24 +160,31 @@ class SharedStep:
         What starts depends on the place in the program alone, never on timing: collectives of
         others on the same group may come between, in the same places on every site. The last
         message waits for the end of backward, so that a site that raises can always still say so.
-        All messages wait for it if a transform has to see all layers.
+        All messages wait for it if a transform has to see all layers. A failed exchange is raised
+        at the end of the step.
         """
-        self._readiness.note(name)
-        if self._holds_back:
+        waiting, left = self._waiting, self._left
+        if name in waiting:
+            waiting.discard(name)
+            if left:
+                left[self._place[name]] -= 1
+        if self._holds_back or self._lost_by is not None:
             return
-        if self.choice is None:
-            if not self._readiness.are_ready(self._planner.packer.opening):
-                return
-            self.agreed()
-        while len(self._sent) < len(self._buckets) - 1:
-            if not self._readiness.are_ready(self._buckets[len(self._sent)].params):
-                return
-            self._start()
+        try:
+            if self.choice is None:
+                if not waiting.isdisjoint(self._planner.packer.opening):
+                    return
+                self.agreed()
+                left = self._left
+            while len(self._sent) < len(left) - 1 and not left[len(self._sent)]:
+                self._start()
+        except ExchangeError as error:
+            self._lost_by = error
 
     def agreed(self) -> Sequence[Header]:
         """Returns the headers of all sites, once they have come."""
         if self.choice is None:
-            self._adopt()
+            self._agree()
         return self.context.headers
 
     def _announce(self, header: Header) -> None:
@@ -226,30 +192,83 @@ class SharedStep:
         self.context.header = header
         self._announced = self._comm.all_gather(words, [len(words)] * self._comm.world_size)
 
-    def _adopt(self) -> None:
-        """Makes the plan from the headers of all sites."""
+    def _agree(self) -> None:
+        """Receives the headers of all sites, and makes the plan from them."""
         with self._receiver.waiting():
             words = [part.tolist() for part in self._announced.wait()]
         ours = self.context.header
         headers = [Header.parse(w, ours, rank) for rank, w in enumerate(words)]
         self._ballot.note_sum(digest(words))
-        self._plan(headers)
-        self._joint.check([header.joint for header in headers])
+        self._adopt(headers)
+        (self._joint or JointStep((), self._comm)).check([header.joint for header in headers])
         self._planner.header_cache.exchanged(headers)
 
-    def _plan(self, headers: list[Header]) -> None:
+    def _adopt(self, headers: list[Header]) -> None:
+        """Makes the plan from these headers."""
         self.context.take(headers)
         self.choice = self._planner.adopt(headers, self.context.used)
-        self._buckets = self._planner.packer.buckets(self.choice)
+        packer = self._planner.packer
+        self._buckets, self._place = packer.buckets(self.choice), packer.place
+        self._left = [len(self._waiting & bucket.params) for bucket in self._buckets]
         self._is_optimistic = self._may_be_optimistic()
-        self._buffers = BufferMessage(self._shared_buffers, self.context)
-        alone = all(header.alone for header in headers)  # else others' messages may come between
-        if alone and not self._goes_on:
-            self._take_turn(self._buffers)
+        buffers = BufferMessage(self._shared_buffers, self.context)
+        self._buffers = buffers if buffers.sizes else None
+        if all(header.alone for header in headers):  # else others' messages may come between
+            self._take_turn()
 
-    def _take_turn(self, buffers: BufferMessage) -> None:
+    def _follow(self, plan: StepPlan) -> None:
+        """Takes over the plan of the last step, from which nothing differs."""
+        context = self.context
+        context.headers = plan.headers_of(context.header.step)
+        context.used, context.share, context.scale = plan.used, plan.share, plan.scale
+        self.choice, self._buckets, self._place = plan.choice, plan.buckets, plan.place
+        self._left, self._is_optimistic = [*plan.counts], plan.is_optimistic
+        self.subjects = plan.subjects
+        self._ballot = Ballot(self._comm, context.header, plan.subjects)
+        if context.reading is None:
+            self._receiver.views = plan.views
+        self._take_turn()
+
+    def as_plan(self, headers: Sequence[Header], *, rests: bool) -> StepPlan | None:
+        """Returns the plan for the next step; None if that one has to make its own.
+
+        Args:
+            headers: predicted headers of all sites.
+            rests: as in `StepPlan`.
+        """
+        context, own = self.context, self.context.header
+        usual = self.applied and self.drift is None and self._receiver.may_count
+        if not usual or self.task == NO_TASK or self.lengths is None or self.choice is None:
+            return None
+        if self.plan is not None:
+            return self.plan
+        if len(headers) != len(context.headers) or headers[context.comm.rank].facts != own.facts:
+            return None
+        if any(h.join != Join.NONE or not h.alone or any(h.buffers) for h in headers):
+            return None
+        return StepPlan(
+            headers,
+            own,
+            frozenset(self._trained),
+            rests,
+            self.choice,
+            self._buckets,
+            self._place,
+            [len(bucket.params.intersection(self._trained)) for bucket in self._buckets],
+            context.used,
+            context.share,
+            context.scale,
+            self.subjects,
+            self._is_optimistic,
+            [BucketView() if bucket.is_view else None for bucket in self._buckets]
+            if self._is_optimistic
+            else (),
+        )
+
+    def _take_turn(self) -> None:
         """Posts the receives of this step, and of the next one as if it were like this one."""
-        context, own = self.context, (self.context.header.fingerprint, buffers.sizes)
+        context, buffers = self.context, self._buffers
+        own = context.header.fingerprint, () if buffers is None else tuple(buffers.sizes)
         self.lengths = *own, [bucket.lengths(context) for bucket in self._buckets]
         ahead = *own, [bucket.lengths_ahead(context) for bucket in self._buckets]
         turn, expected = on_transport(self._comm.key).turns.begin(self.lengths, ahead)
@@ -258,7 +277,8 @@ class SharedStep:
             for bucket in self._with_receives():
                 expect = bucket.expect if expected_turn == turn else bucket.expect_ahead
                 expect(context, expected_turn)
-            buffers.expect(expected_turn)
+            if buffers is not None:
+                buffers.expect(expected_turn)
         if self._votes.are_due or not self._is_optimistic:  # votes follow these messages
             self._ballot.expect(turn)
 
@@ -291,25 +311,13 @@ class SharedStep:
         if self.context.state == State.GOOD:
             if self._transforming is not None:
                 self._transforming.apply(bucket.params)
-            for name in bucket.dense_params:
-                self.captured.settle(name)
-        with torch.no_grad():
+            self.captured.settle_all(bucket.dense_params)
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             self._sent.append((bucket, bucket.start(self.context)))
 
-    def _start_all(self) -> None:
-        """Starts the remaining messages; if that raises here, the others must hear of it."""
-        try:
-            self._start_rest()
-        except ExchangeError:
-            raise
-        except Exception as error:
-            if self.choice is None:  # no site has a plan
-                raise
-            self._receiver.fail(error)
-            self._start_rest()
-
     def _start_rest(self) -> None:
-        self.agreed()
+        if self.choice is None:
+            self._agree()
         while len(self._sent) < len(self._buckets):
             self._start()
 
@@ -357,8 +365,16 @@ class SharedStep:
 
         A step without a backward may call it itself, and compute while they travel.
         """
-        self._start_all()
-        self._sent_all()
+        try:
+            self._start_rest()
+        except ExchangeError:
+            raise
+        except Exception as error:  # the others must hear of it
+            if self.choice is None:  # no site has a plan
+                raise
+            self._receiver.fail(error)
+            self._start_rest()
+        self._receiver.ask_again = self._ask_again if self._is_optimistic else None
         self._is_sent = True
 
     def settle(self, decision: Decision) -> None:
@@ -371,7 +387,8 @@ class SharedStep:
         if self._transforming is not None:
             self._transforming.drop_unused(self.context.used)
         if not decision.good:
-            self._joint.clear()
+            if self._joint is not None:
+                self._joint.clear()
             param_grad.drop(self._model.params[name] for name in self.context.used)
 
     def stats(self, step: int) -> Stats:
@@ -393,7 +410,8 @@ class SharedStep:
         if changed is not None:
             self._ballot.note_change(changed)
         self.agreed()
-        self._joint.give_up()
+        if self._joint is not None:
+            self._joint.give_up()
         self.decision = self._pass()
         self._planner.commit(applied=False)
         self.captured.release()
@@ -401,9 +419,12 @@ class SharedStep:
 
     def _pass(self) -> Decision:
         """Goes through the step once; messages between steps belong to no turn."""
+        had_grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # as torch.no_grad(), in one call
         try:
             return self._gone_through()
         finally:
+            torch._C._set_grad_enabled(had_grad)
             self._comm.take_turn(0)
 
     def _gone_through(self) -> Decision:
@@ -412,14 +433,20 @@ class SharedStep:
         A site whose messages were all good votes so even if other sites say that they failed: these
         vote, too.
         """
+        receiver, ballot = self._receiver, self._ballot
         if not self._is_sent:
             self.send()
-        assert self._buffers is not None
-        self._buffers.start()
-        self._receiver.start_second_rounds(self._sent)
-        last = self._receiver.receive(self._sent, self._ballot)
-        self._receiver.receive_buffers(self._buffers, self._ballot)
-        self._ballot.note_sum(self._joint.digest)
+        if self._buffers is not None:
+            self._buffers.start()
+        if receiver.views:
+            self._prepare_views()
+        receiver.start_second_rounds(self._sent)
+        last = receiver.receive(self._sent, ballot)
+        if self._buffers is not None:
+            receiver.receive_buffers(self._buffers, ballot)
+        else:
+            ballot.note_sum(_NO_BUFFERS)
+        ballot.note_sum(_NO_MEAN_DELTAS if self._joint is None else self._joint.digest)
         self._count_before()
         if self.needs_no_votes:
             return self._applied_at_once(last)
@@ -431,7 +458,8 @@ class SharedStep:
         self._planner.commit(applied=False)
         header = self.captured.unsettled(self.context.header)
         self.choice, self._sent, self._buffers, self._is_sent = None, [], None, False
-        self.context.state, self._goes_on = State.GOOD, False
+        self.plan, self._receiver.views = None, ()
+        self.context.state = State.GOOD
         self.context.forget()
         self._ballot = Ballot(self._comm, self.context.header, self.subjects)
         self._announce(header)
@@ -450,15 +478,20 @@ class SharedStep:
         plan decides this, so it is the same on all sites.
         """
         kept = bool(self._buckets) and all(bucket.is_kept for bucket in self._buckets)
-        return self._participant is not None and kept and not self._averages
+        averages = self._joint is not None and self._joint.averages
+        return self._participant is not None and kept and not averages
+
+    def _prepare_views(self) -> None:
+        """Does what needs none of the sums while these travel."""
+        int(self._votes.digest)  # computes the digest of the steps before
+        for view, (_, pending) in zip(self._receiver.views, self._sent, strict=True):
+            if view is not None:
+                view.prepare(self.context.params, only(pending.sums, self.context.used))
 
     @property
     def needs_no_votes(self) -> bool:
         """True if it is applied before the votes; known once its messages have arrived."""
         return self._is_optimistic and self.drift is None and self._receiver.may_count
-
-    def _sent_all(self) -> None:
-        self._receiver.ask_again = self._ask_again if self._is_optimistic else None
 
     def _sends_last(self) -> None:
         """Records that the last message goes: a site that has it, too, may apply the step."""
@@ -471,15 +504,16 @@ class SharedStep:
         with self._receiver.waiting():
             self.drift = self.drift or self._votes.count(self.context.header.step)
 
-    def _applied_at_once(self, last: Last) -> Decision:
+    def _applied_at_once(self, last: Last | None) -> Decision:
         assert self._participant is not None
         refuse_if_given_up(self._comm, self._began)
         if last is not None:
             self._receiver.write(*last)
+        self._receiver.lend()
         self._votes.make(self._ballot, self, self._participant)
         return Decision.all_good(self.context.header)
 
-    def _voted_on(self, last: Last) -> Decision:
+    def _voted_on(self, last: Last | None) -> Decision:
         """Votes and waits for all votes; writes the last message while they travel."""
         if self.drift is not None:
             self._ballot.note_drift()
@@ -490,6 +524,7 @@ class SharedStep:
         finally:  # another site may have the vote, and count the step
             if last is not None:
                 self._receiver.write(*last)
+                self._receiver.lend(copies=True)
         self._receiver.place = "the other sites' word that they have everything"
         with self._receiver.waiting():
             decision = self._ballot.count()
@@ -554,14 +589,18 @@ class SharedStep:
 
     # -- results for sites that lack a step -----------------------------------------------------
 
-    def brought(self) -> StepResult:
-        """Returns the result of the step once more."""
+    def brought(self) -> StepResult | None:
+        """Returns the result once more; None if a gradient that is a bucket view was changed."""
         self.context.reading = None
         means, additions = {}, {}
         for bucket, pending in self._sent:
             found = self._receiver.effects(bucket, pending.wait())
-            means.update(found[0])
+            means.update(
+                {n: t.clone() for n, t in found[0].items()} if bucket.is_view else found[0]
+            )
             additions.update(found[1])
+            if not pending.is_as_received:  # after the copies: the loop may write meanwhile
+                return None
         buffers = {} if self._buffers is None else self._buffers.values()
         named = {place.name: t for place, t in buffers.items() if t is not None}
         return StepResult(True, means, additions, named)

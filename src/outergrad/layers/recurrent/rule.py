@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ class RecurrentRule(LinearProducts):
         suffixes = [f"l{layer}{kind}" for layer in range(module.num_layers) for kind in kinds]
         ends = [f"{part}_{suffix}" for suffix in suffixes for part in parts_of(module)]
         slots = [matrix_slot(module, name, f"weight_{end}", f"bias_{end}") for end in ends]
-        return [replace(slot, recomputed=True) for slot in slots]
+        return [slot._replace(recomputed=True) for slot in slots]
 
     def forward(
         self, module: nn.RNNBase, tap: TapFn, input: Sequences, hx: Any = None

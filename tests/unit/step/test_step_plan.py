@@ -1,4 +1,4 @@
-"""Steps that are like the last one send and leave the same as if they had been planned anew."""
+"""Steps that follow the last one's plan send and leave the same as if planned anew."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch import nn
 import outergrad as og
 from cases import Events
 from outergrad.buckets.dense import _Buffer
-from outergrad.session.loop import BackwardLoop
-from outergrad.step.repeated import RepeatedStep
+from outergrad.session.exchange import Exchange
+from outergrad.step.receiving import Receiver
+from outergrad.step.step import SharedStep
 from ranks import run_ranks
 
 STEPS = 24
@@ -52,13 +53,13 @@ def batch(rank, step, rows):
 
 @contextmanager
 def planned_anew():
-    """No step goes by what the last one was."""
-    before = BackwardLoop._pattern_of
-    BackwardLoop._pattern_of = lambda loop, step: None
+    """No step follows the plan of the last one."""
+    before = Exchange.keep_plan
+    Exchange.keep_plan = lambda exchange, step: None
     try:
         yield
     finally:
-        BackwardLoop._pattern_of = before
+        Exchange.keep_plan = before
 
 
 def digest(tensors):
@@ -207,11 +208,18 @@ class Run:
 
 @pytest.fixture
 def repeated(monkeypatch):
-    """How often a step was like the last one."""
-    times, before = [], RepeatedStep.succeeds
-    monkeypatch.setattr(
-        RepeatedStep, "succeeds", lambda step: (times.append(before(step)), times[-1])[1]
-    )
+    """Of each step that began with the plan of the last one, whether it went by it to the end."""
+    times, before = [], SharedStep.finish
+
+    def finish(step):
+        began = step.plan is not None
+        try:
+            before(step)
+        finally:
+            if began:
+                times.append(step.plan is not None and step.applied)
+
+    monkeypatch.setattr(SharedStep, "finish", finish)
     return times
 
 
@@ -285,15 +293,16 @@ def test_any_settings_go_as_if_every_step_was_planned(settings):
         assert trained("left_out_here", **SETTINGS[settings]) == found
 
 
-def test_a_site_that_plans_every_step_goes_with_one_that_does_not(repeated):
-    """It has a recorder; the votes on the sixteen steps say that both received the same."""
-    events = Events()
-    found = run_ranks(
-        2,
-        lambda rank, group: Run(
-            rank, group, plain, method=og.Dense(), recorder=events if rank else None
-        ).go(),
-    )
+def test_a_site_that_plans_every_step_goes_with_one_that_does_not(repeated, monkeypatch):
+    """The votes on the sixteen steps say that both received the same."""
+    before = Exchange.keep_plan
+
+    def keep_plan(exchange, step):
+        if step.context.comm.rank == 0:
+            before(exchange, step)
+
+    monkeypatch.setattr(Exchange, "keep_plan", keep_plan)
+    found = run_ranks(2, lambda rank, group: Run(rank, group, plain, method=og.Dense()).go())
     assert found[0][:3] == found[1][:3]
     assert repeated.count(True) == STEPS - 2
 
@@ -306,7 +315,7 @@ def told(events):
     ]
 
 
-def test_only_steps_of_which_a_recorder_is_told_are_planned(repeated):
+def test_steps_of_which_a_recorder_is_told_follow_the_plan_too(repeated):
     def recorded():
         events = [Events(), Events()]
         for one in events:
@@ -321,7 +330,7 @@ def test_only_steps_of_which_a_recorder_is_told_are_planned(repeated):
 
     found = recorded()
     assert [step for step, *_ in found[0][0]] == [0, 5, 10, 15, 20]
-    assert repeated.count(True) == 2 * (STEPS - 2 - 4)
+    assert repeated.count(True) == 2 * (STEPS - 2)
     with planned_anew():
         assert recorded() == found
 
@@ -359,15 +368,15 @@ def test_digests_are_of_the_sums_that_came(name, repeated, monkeypatch):
 
 def test_sums_that_differ_are_found(repeated, monkeypatch):
     """One site's differs in a step that is like the last; the vote comes three steps later."""
-    before = RepeatedStep._received
+    before = Receiver.receive
 
-    def received(step):
-        results = before(step)
-        if step.context.header.step == 13 and step.context.comm.rank == 1:
-            results[-1] = int(results[-1]) + 1
-        return results
+    def receive(receiver, sent, ballot):
+        last = before(receiver, sent, ballot)
+        if ballot.step == 13 and receiver.context.comm.rank == 1:
+            ballot.note_sum(1)
+        return last
 
-    monkeypatch.setattr(RepeatedStep, "_received", received)
+    monkeypatch.setattr(Receiver, "receive", receive)
 
     def body(rank, group):
         with pytest.raises(og.DriftError, match="one of the steps 1 to 16") as caught:

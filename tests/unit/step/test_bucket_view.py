@@ -10,7 +10,7 @@ from torch import nn
 
 import outergrad as og
 from outergrad.core.memory import holders
-from outergrad.step.repeated import RepeatedStep
+from outergrad.step.step import SharedStep
 from ranks import run_ranks
 
 STEPS = 8
@@ -160,9 +160,9 @@ def test_parts_of_a_flat_buffer_are_written_to():
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_sum_that_was_changed_is_not_handed_on(changed, monkeypatch):
     """A site that lacks the step must not get another one than was applied."""
-    steps, before = {}, RepeatedStep.succeeds
+    steps, before = {}, SharedStep.finish
     monkeypatch.setattr(
-        RepeatedStep, "succeeds", lambda s: (steps.update({s.context.comm.rank: s}), before(s))[1]
+        SharedStep, "finish", lambda s: (steps.update({s.context.comm.rank: s}), before(s))[1]
     )
 
     def body(run):
