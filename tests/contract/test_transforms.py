@@ -165,7 +165,7 @@ def unfit(name: str, method: str, label: str) -> bool:
     return "raw" in method and name.startswith(RECURRENT[:2])
 
 
-PAIRS = covering(CASES.keys(), METHODS.keys(), TRANSFORMS.keys(), quick=8, every=4)
+PAIRS = covering(CASES.keys(), METHODS.keys(), TRANSFORMS.keys(), quick=8, every=8)
 
 
 @pytest.mark.parametrize(("name", "method", "label"), PAIRS)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
 from cases import METHODS, Boom, Events, mlp, relative_error
-from covering import covering, rest_slow
+from covering import LONG, covering, rest_slow
 from outergrad.messages.vote import WORDS
 from ranks import run_on_lasting_groups, run_ranks, try_ranks
 
@@ -60,15 +60,16 @@ def assert_equal(model: nn.Module, expected: dict[str, torch.Tensor], limit: flo
 
 QUICK = ["dense", "dad forced", "edad raw forced", "rank-dad, full rank", "powersgd, full rank"]
 """One of each kind; the others are variants of them."""
+OFTEN = METHODS if LONG else [*QUICK, "dad", "sparse, all entries"]
 
 
-@pytest.fixture(params=rest_slow(METHODS, QUICK))
+@pytest.fixture(params=rest_slow(OFTEN, QUICK))
 def method(request):
     return METHODS[request.param]
 
 
 by_sites = pytest.mark.parametrize(
-    ("method", "sites"), covering(METHODS, [1, 2, 3, 4], quick=2, every=2)
+    ("method", "sites"), covering(METHODS, [1, 2, 3, 4], quick=4, every=4)
 )
 
 
