@@ -24,7 +24,7 @@ from outergrad.star.journal import Journal, TamperedError, verified
 from outergrad.star.server import HubServer
 
 IDENTITY = new_authority()
-LOGS, STEPS = (2000, 8) if LONG else (100, 3)
+LOGS, STEPS = (2000, 8) if LONG else (40, 3)
 DIRECTLY = os.write
 
 

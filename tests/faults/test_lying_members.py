@@ -21,6 +21,7 @@ def test_no_lie_makes_the_others_differ_silently(first):
         assert not trial.complaints(), f"trial {number}: {trial.lies}: {trial.complaints()}"
 
 
+@pytest.mark.slow
 def test_each_lie_is_told_and_some_are_refused():
     """The trials are what they are meant to be."""
     trials = [draw(number, SEED) for number in range(3 * len(LIES))]

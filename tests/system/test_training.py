@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from datetime import timedelta
+from functools import cache
 
 import pytest
 import torch
@@ -46,6 +47,11 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def pooled(steps: int = 1, sites: int = SITES) -> dict[str, torch.Tensor]:
     """`steps` backward passes of every site, averaged over the sites, in float64."""
+    return {name: g.clone() for name, g in _pooled(steps, sites).items()}
+
+
+@cache
+def _pooled(steps: int, sites: int) -> dict[str, torch.Tensor]:
     model = model_of().double()
     for x in BATCHES[:sites]:
         for k in range(steps):

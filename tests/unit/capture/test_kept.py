@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
@@ -211,6 +212,7 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=draw).requires_grad_()
 
 
+@cache
 def plain(net: Any, step: int) -> dict[str, Tensor]:
     """The mean over the sites of what plain PyTorch leaves."""
     total: dict[str, Tensor] = {}

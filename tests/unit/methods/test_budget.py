@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import outergrad as og
 from cases import relative_error
+from covering import covering
 from outergrad.linalg.outer import formed
 from outergrad.methods.low_rank.budget import _mean
 from outergrad.wire import Int4
@@ -111,10 +112,17 @@ def test_no_byte_more_and_nothing_is_lost(method, sites):
         assert relative_error(whole, sum(g[name] for g in due) / sites) < 1e-5, name
 
 
-@pytest.mark.parametrize("reduce", ["gather", "two_way"])
-@pytest.mark.parametrize("sites", [2, 4])
-@pytest.mark.parametrize("others", [og.Dense(), og.RankDAD(rank=2, reduce="two_way"), None])
-@pytest.mark.parametrize("settings", [{"bucket_bytes": 1 << 10}, {"vectors": Int4()}, {}])
+@pytest.mark.parametrize(
+    ("reduce", "sites", "others", "settings"),
+    covering(
+        ["gather", "two_way"],
+        [2, 4],
+        {"dense": og.Dense(), "owners": og.RankDAD(rank=2, reduce="two_way"), "none": None},
+        {"short messages": {"bucket_bytes": 1 << 10}, "vectors": {"vectors": Int4()}, "usual": {}},
+        quick=4,
+        every=2,
+    ),
+)
 def test_no_byte_more_in_short_messages_or_beside_others(reduce, sites, others, settings):
     """Where what is dense goes along with rows, or has an owner, or both."""
     few = og.RankDAD(budget=30_000 * sites, reduce=reduce, **settings)

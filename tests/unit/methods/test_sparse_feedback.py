@@ -35,7 +35,7 @@ def means():
 
 
 @pytest.mark.parametrize(
-    ("kind", "sites", "density"), covering(KINDS, [2, 3], [0.3, 0.05, 0.01], quick=4, every=2)
+    ("kind", "sites", "density"), covering(KINDS, [2, 3], [0.3, 0.05, 0.01], quick=4, every=4)
 )
 def test_nothing_is_lost(kind, sites, density, means):
     """What was applied and what the sites owe is the sum of all gradients, to rounding.

@@ -89,7 +89,7 @@ def train(method: Any, sites: int, steps: int) -> None:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    covering({name: METHODS[name] for name in REMEMBERING}, METHODS, quick=3),
+    covering({name: METHODS[name] for name in REMEMBERING}, METHODS, quick=3, every=3),
 )
 def test_nothing_is_lost_from_one_method_to_another(first, second):
     train(og.Schedule({0: first, 4: second}), 2, 8)

@@ -111,7 +111,7 @@ def interrupted(method: Any, sites: int) -> None:
 
 @pytest.mark.parametrize(
     ("reduce", "feedback", "rank_and_tolerance"),
-    covering(REDUCES, FEEDBACKS, [(3, 0.0), (12, 0.6)], quick=2, every=2),
+    covering(REDUCES, FEEDBACKS, [(3, 0.0), (12, 0.6)], quick=4, every=2),
 )
 def test_training_goes_on_to_the_bit(reduce, feedback, rank_and_tolerance):
     rank, tolerance = rank_and_tolerance
@@ -150,9 +150,11 @@ def test_every_method_goes_on_to_the_bit(method, sites, small):
     interrupted(method, sites)
 
 
-@pytest.mark.parametrize("small", [0, 50_000], ids=["large", "small"], indirect=True)
-@pytest.mark.parametrize("rows", [8, 400])
-@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize(
+    ("reduce", "rows", "small"),
+    covering(REDUCES, [8, 400], {"large": 0, "small": 50_000}, quick=2, every=2),
+    indirect=["small"],
+)
 def test_what_was_tapped_is_tapped_again(reduce, rows, small):
     """With few rows the products come from factors, with many from the formed gradient."""
     method = og.RankDAD(rank=6, reduce=reduce)
@@ -267,7 +269,7 @@ NUMBERS = [(4, 2), (3, 2), (2, 3), (1, 2), (2, 4), (2, 1)]
 
 @pytest.mark.parametrize(
     ("reduce", "feedback", "numbers"),
-    covering([*REDUCES, "auto"], ["factored", "dense"], NUMBERS, quick=4, every=2),
+    covering([*REDUCES, "auto"], ["factored", "dense"], NUMBERS, quick=4, every=4),
 )
 def test_what_is_owed_is_shared_out(reduce, feedback, numbers):
     """Over more and over fewer sites, and training goes on."""

@@ -418,6 +418,7 @@ class LeftError(Exception):
     """What a rank raises in place of dying."""
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_behind_the_votes_leaves_its_site_in_doubt(monkeypatch):
     """Its neighbour cannot hear of the share that is missing; the other site has all of them."""
     own = threading.local()
