@@ -77,7 +77,7 @@ def train(rank, sites, group, method, fails, *, exact=True, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "sites", "fails"), covering(list(TABLE), [2, 3], [0, FAILS], quick=2, every=2)
+    ("name", "sites", "fails"), covering(list(TABLE), [2, 3], [0, FAILS], quick=4, every=2)
 )
 def test_a_raise_in_the_backward_of_the_loss_is_a_step_that_does_not_count(name, sites, fails):
     who = sites - 1

@@ -276,7 +276,7 @@ WAITING = {
 @pytest.mark.parametrize(
     ("name", "ends", "heard_by"),
     covering(
-        list(WAITING), ["detach", "state_dict", "flush"], [(0,), (1,), (0, 1)], quick=3, every=3
+        list(WAITING), ["detach", "state_dict", "flush"], [(0,), (1,), (0, 1)], quick=6, every=3
     ),
 )
 def test_a_site_dies_in_the_vote_on_the_last_step(faulty_transport, name, ends, heard_by):

@@ -18,7 +18,7 @@ def fingerprints(monkeypatch):
     return fingerprints
 
 
-def line(of, method, situation, sites=2, steps=12):
+def line(of, method, situation, sites=2, steps=9):
     with of.recorded():
         return of._line(of.Run("deep-mlp", method, situation, sites, steps), None)
 

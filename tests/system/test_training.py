@@ -447,7 +447,7 @@ def pooled_over(batches) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("method", "who", "sites"),
-    covering(METHODS, ["one site", "all sites"], [2, 3], quick=2, every=2),
+    covering(METHODS, ["one site", "all sites"], [2, 3], quick=4, every=2),
 )
 def test_a_batch_that_the_plan_was_not_made_for(method, who, sites):
     """Steps without headers, then other rows on some sites: more, fewer, none; and back."""
@@ -645,7 +645,7 @@ def test_models_in_another_order_are_noticed():
 
 @pytest.mark.parametrize(
     ("method", "raising", "next_is_the_same"),
-    covering(METHODS, [0, 1], [True, False], quick=2, every=2),
+    covering(METHODS, [0, 1], [True, False], quick=4, every=2),
 )
 def test_exception_in_one_of_two_models(method, raising, next_is_the_same):
     """The step of the model that raised is ended before another model's begins."""

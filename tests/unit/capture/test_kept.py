@@ -233,7 +233,7 @@ def assert_close(model: nn.Module, expected: dict[str, Tensor], where: Any) -> N
             assert error < 1e-4, (where, name, error)
 
 
-@pytest.mark.parametrize(("by", "net"), covering(BY, NETS, quick=2, every=2))
+@pytest.mark.parametrize(("by", "net"), covering(BY, NETS, quick=4, every=2))
 def test_the_gradient_is_that_of_the_layers_own_backward(by, net):
     every = getattr(by, "every", 1)
 

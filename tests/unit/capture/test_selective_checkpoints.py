@@ -96,7 +96,7 @@ def _check(
     return [travels for _, travels in sites]
 
 
-@pytest.mark.parametrize(("kept", "method"), covering(list(KEPT), list(METHODS), quick=2, every=2))
+@pytest.mark.parametrize(("kept", "method"), covering(list(KEPT), list(METHODS), quick=4, every=2))
 def test_gradients_under_selective_checkpoints(kept, method):
     def forward(m: nn.Module, x: Tensor) -> Tensor:
         context_fn = partial(create_selective_checkpoint_contexts, KEPT[kept])
@@ -149,7 +149,7 @@ SCRIPTED: dict[str, Callable[[int], nn.Module]] = {
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize(
-    ("kind", "method"), covering(list(SCRIPTED), list(METHODS), quick=2, every=2)
+    ("kind", "method"), covering(list(SCRIPTED), list(METHODS), quick=4, every=2)
 )
 def test_scripted_modules(kind, method):
     for travels in _check(METHODS[method], SCRIPTED[kind], lambda m, x: m(x)):

@@ -83,7 +83,7 @@ def assert_alike(states: list[list[Tensor]]) -> None:
         assert all(map(torch.equal, states[0], other))
 
 
-@pytest.mark.parametrize(("name", "sites"), covering(list(METHODS), [2, 3], quick=2, every=2))
+@pytest.mark.parametrize(("name", "sites"), covering(list(METHODS), [2, 3], quick=4, every=2))
 def test_a_drift_is_told_on_all_sites_in_the_same_words(name, sites):
     """Where a block is computed again, gradients below it may go astray, too."""
     firsts = ["0.0.weight", NAME] if name == "blocks" else [NAME]

@@ -97,7 +97,7 @@ def _refused(built: Callable[[int], nn.Module], method: Any = None) -> list[str]
 
 
 @pytest.mark.parametrize(
-    ("kind", "method"), covering(list(COMPARED), list(METHODS), quick=2, every=2)
+    ("kind", "method"), covering(list(COMPARED), list(METHODS), quick=4, every=2)
 )
 def test_a_buffer_without_elements_stays_where_it_is_the_same(kind, method):
     def body(site, group):

@@ -204,7 +204,7 @@ def trained_by(make, method, rank, group):
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), covering(list(UNSEEN), list(FULL_RANK), quick=2, every=2)
+    ("name", "method"), covering(list(UNSEEN), list(FULL_RANK), quick=4, every=2)
 )
 def test_what_is_told_goes_as_with_an_optimizer(name, method):
     """To the bit, where the update is the same arithmetic."""

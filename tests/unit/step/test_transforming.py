@@ -50,7 +50,7 @@ def check(model, expected, limit=1e-5):
 
 
 @pytest.mark.parametrize(
-    ("name", "label"), covering(CASES.keys(), EXACT.keys(), quick=10, every=10)
+    ("name", "label"), covering(CASES.keys(), EXACT.keys(), quick=20, every=10)
 )
 def test_half_of_every_model(name, label):
     """Also of weights that are used outside of their layers, on one site alone, or nowhere."""

@@ -112,7 +112,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize(("method", "sites"), covering(list(METHODS), [2, 3], quick=2, every=2))
+@pytest.mark.parametrize(("method", "sites"), covering(list(METHODS), [2, 3], quick=4, every=2))
 def test_gradients_are_those_of_steps_without_turns(method, sites, monkeypatch):
     def body(rank, group):
         return train(group, BATCHES, METHODS[method])

@@ -82,7 +82,7 @@ def train(case: Case, method: Any, mesh: ThreadMesh) -> dict[str, torch.Tensor |
     ("name", "label"),
     [
         *(("linear", label) for label in METHODS),
-        *covering(SOME, FEW, quick=3),
+        *covering(SOME, FEW, quick=6),
     ],
 )
 def test_gradients_are_the_mean_over_all_ranks(name, label):
