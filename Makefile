@@ -28,8 +28,9 @@ test test-all: export PYTHONDONTWRITEBYTECODE =
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not slow"
 
+# Three on two cores: some of these tests wait for most of their time.
 test-all: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not alone"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "not alone"
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m alone $$(grep -rl --include='*.py' mark.alone tests)
 
 lint: $(READY)
