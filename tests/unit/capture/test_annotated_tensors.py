@@ -139,7 +139,7 @@ def train(
     return run_on_lasting_groups(SITES, body)
 
 
-@pytest.mark.parametrize(("kind", "method"), covering(list(KINDS), list(EXACT), quick=2))
+@pytest.mark.parametrize(("kind", "method"), covering(list(KINDS), list(EXACT), quick=4))
 def test_gradients_bytes_and_coverage_are_those_of_plain_tensors(kind, method):
     _ = KINDS[kind](torch.ones(1))
     expected, usual = pooled(), train(EXACT[method], lambda x: x)

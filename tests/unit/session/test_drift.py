@@ -133,7 +133,7 @@ def test_the_one_parameter_that_differs_is_named():
     assert "site 1 has another '1.bias' than site 0; 1 of 4 parameters and buffers differ" in first
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", covering(list(METHODS), quick=3))
 def test_a_drift_is_mended_where_asked(name):
     def body(rank, group):
         training = Training(rank, group, 3, METHODS[name], on_drift="mend")

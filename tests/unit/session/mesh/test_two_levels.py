@@ -491,7 +491,9 @@ def steps(model: nn.Module, mesh: ThreadMesh, start: int, stop: int) -> None:
                 p.sub_(p.grad, alpha=0.01)
 
 
-@pytest.mark.parametrize("label", ["dad", "rank-dad", "powersgd", "sparse", "sparse random"])
+@pytest.mark.parametrize(
+    "label", covering(["dad", "rank-dad", "powersgd", "sparse", "sparse random"], quick=3)
+)
 def test_training_goes_on_to_the_bit(label):
     method = {**METHODS, **LOW_RANK}[label]
 
