@@ -29,6 +29,7 @@ from asking import (
     piece,
 )
 from cases import build, relative_error
+from covering import rest_slow
 from outergrad.core.coding import Encoded, Field, encode
 from outergrad.core.compressor import Compressor
 from outergrad.core.payload import Payload
@@ -72,6 +73,11 @@ OTHERS = {
     "sparse, momentum": og.Sparse(density=0.1, momentum=0.9, always=True),
 }
 METHODS: dict[str, Any] = {**EXACT, **REMEMBERS_ALL, **OTHERS}
+QUICK = {
+    *("dad", "edad", "rank-dad, gathered", "rank-dad, two-way", "rank-dad, all-reduced"),
+    *("powersgd", "sparse, threshold", "sparse, random", "signs"),
+}
+"""One of each kind."""
 STEPS = 4
 
 
@@ -139,7 +145,7 @@ def courses() -> Callable[[str], list[Course]]:
     return of
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", rest_slow(METHODS, QUICK))
 def test_all_sites_get_the_same_to_the_bit(name, courses) -> None:
     first, *others = courses(name)
     assert all(
@@ -149,13 +155,13 @@ def test_all_sites_get_the_same_to_the_bit(name, courses) -> None:
         assert_same(first.steps, other.steps)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", rest_slow(METHODS, QUICK))
 def test_what_is_saved_and_loaded_goes_on_to_the_bit(name, courses) -> None:
     for own in courses(name):
         assert_same(own.steps[STEPS // 2 :], own.again)
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", rest_slow(EXACT, QUICK & {*EXACT}))
 def test_an_exact_method_brings_the_mean_and_owes_nothing(name, courses) -> None:
     for own in courses(name):
         assert own.owed == {}
@@ -163,7 +169,7 @@ def test_an_exact_method_brings_the_mean_and_owes_nothing(name, courses) -> None
             assert all(relative_error(found[n], expected[n]) < 5e-6 for n in expected)
 
 
-@pytest.mark.parametrize("name", REMEMBERS_ALL)
+@pytest.mark.parametrize("name", rest_slow(REMEMBERS_ALL, QUICK & {*REMEMBERS_ALL}))
 def test_what_was_applied_and_what_is_owed_are_all_gradients(name, courses) -> None:
     """The sum over the steps of the mean gradients, of the same weights."""
     sites = courses(name)
@@ -174,6 +180,7 @@ def test_what_was_applied_and_what_is_owed_are_all_gradients(name, courses) -> N
         assert relative_error(found + sum(owed) / SITES, expected) < 5e-6
 
 
+@pytest.mark.slow
 def test_the_weights_are_compressed_and_something_is_owed(courses) -> None:
     """Without which the test above would say nothing."""
     for name in REMEMBERS_ALL:
@@ -191,7 +198,7 @@ def assert_same(first: Sequence[dict[str, Tensor]], second: Sequence[dict[str, T
 # -- without a session ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", rest_slow(METHODS, QUICK))
 def test_what_is_sent_has_the_lengths_that_were_announced(name) -> None:
     compressor, units = exchange_of(METHODS[name], network())
     for step in range(STEPS):
@@ -234,7 +241,7 @@ def assert_arrives(announced: Piece, payload: Payload) -> None:
     assert as_tensor(arrived).any()
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", rest_slow(METHODS, QUICK))
 def test_a_void_step_leaves_everything_as_it_was(name) -> None:
     compressor, units = exchange_of(METHODS[name], network())
     slots = list(asked(compressor, units))
@@ -251,7 +258,7 @@ def test_a_void_step_leaves_everything_as_it_was(name) -> None:
     assert compressor.phase == phase
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", rest_slow(METHODS, QUICK))
 def test_a_new_exchange_goes_on_from_a_state_to_the_bit(name) -> None:
     compressor, units = exchange_of(METHODS[name], network())
     slots = list(asked(compressor, units))
@@ -266,7 +273,7 @@ def test_a_new_exchange_goes_on_from_a_state_to_the_bit(name) -> None:
         assert flat(found) == flat(compressed(compressor, one, seed=1))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", rest_slow(METHODS, QUICK))
 def test_it_answers_for_every_unit_of_every_model(name) -> None:
     for label, make in build().items():
         torch.manual_seed(0)

@@ -80,7 +80,7 @@ def kept(net, x):
 
 
 @pytest.mark.parametrize(
-    ("name", "part"), covering([*METHODS, *OTHERS], list(WITHOUT), quick=6, every=2)
+    ("name", "part"), covering([*METHODS, *OTHERS], list(WITHOUT), quick=16, every=8)
 )
 def test_what_has_no_elements_is_shared_as_the_rest(name, part):
     method = {**METHODS, **OTHERS}[name]

@@ -13,6 +13,7 @@ from torch.optim import SGD
 
 import outergrad as og
 from cases import relative_error
+from covering import covering
 from outergrad.comm.cost import StarCost
 from outergrad.comm.mirror import MirrorComm
 from outergrad.comm.trace import Tracer
@@ -138,8 +139,10 @@ def test_every_byte_is_booked_on_a_parameter_or_is_a_header(name):
         assert received - booked_received < 2500 * (sites - 1)
 
 
-@pytest.mark.parametrize("sites", [2, 3, 4])
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "default"])
+@pytest.mark.parametrize(
+    ("name", "sites"),
+    covering([name for name in METHODS if name != "default"], [2, 3, 4], quick=3),
+)
 def test_mirrors_foresee_what_a_star_sends(name, sites):
     """Per layer, of sites with the same batch: by the cost model, not by counting sites."""
 

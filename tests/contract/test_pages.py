@@ -183,6 +183,7 @@ def test_a_program_of_the_users_pages_runs(block, ranks):
         assert ours.equal(theirs)
 
 
+@pytest.mark.slow
 def test_the_tutorial_trains_records_saves_and_goes_on(ranks, capsys):
     code = [block.code for block in blocks(TUTORIAL) if block.language == "python"]
     (lasting,) = (k for k, part in enumerate(code) if "og.Checkpoints(" in part)

@@ -11,6 +11,7 @@ import pytest
 from places import REPOSITORY
 
 FILES = sorted((REPOSITORY / "src" / "outergrad").rglob("*.py"))
+NODES = {file: [*ast.walk(ast.parse(file.read_text()))] for file in FILES}
 RIDDLE = re.compile(
     r"(What|Whether|How|Who|Whose|Where|Those|It|Its|The one|The same|Of|Another)\b"
 )
@@ -18,8 +19,7 @@ RIDDLE = re.compile(
 
 def classes() -> dict[str, ast.ClassDef]:
     """All classes by name; a name that occurs twice stands for its last class."""
-    trees = (ast.parse(file.read_text()) for file in FILES)
-    nodes = (node for tree in trees for node in ast.walk(tree))
+    nodes = (node for found in NODES.values() for node in found)
     return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
 
 
@@ -56,8 +56,8 @@ def assigned(name: str) -> set[str]:
 
 
 def documented() -> Iterator[tuple[str, str]]:
-    for file in FILES:
-        for node in ast.walk(ast.parse(file.read_text())):
+    for file, nodes in NODES.items():
+        for node in nodes:
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 text = ast.get_docstring(node)
                 if text:
@@ -89,8 +89,8 @@ def test_no_method_waits_for_a_descendant():
 
 def test_no_code_asks_what_kind_of_step_it_has():
     kinds = {"UnsyncedStep", "SharedStep", "MeshStep"}
-    for file in FILES:
-        for node in ast.walk(ast.parse(file.read_text())):
+    for file, nodes in NODES.items():
+        for node in nodes:
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
                 asked = {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}
                 assert not asked & kinds, f"{file}:{node.lineno} asks for {asked & kinds}"

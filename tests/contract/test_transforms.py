@@ -165,7 +165,7 @@ def unfit(name: str, method: str, label: str) -> bool:
     return "raw" in method and name.startswith(RECURRENT[:2])
 
 
-PAIRS = covering(CASES.keys(), METHODS.keys(), TRANSFORMS.keys(), quick=8, every=4)
+PAIRS = covering(CASES.keys(), METHODS.keys(), TRANSFORMS.keys(), quick=16, every=8)
 
 
 @pytest.mark.parametrize(("name", "method", "label"), PAIRS)
@@ -188,8 +188,9 @@ def test_what_a_transform_is_given_and_returns(name, method, label):
             assert set(grads) <= used
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("label", TRANSFORMS)
+@pytest.mark.parametrize(
+    ("label", "method"), covering(list(TRANSFORMS), list(METHODS), quick=4, every=2)
+)
 def test_a_step_that_starts_again_transforms_once(method, label, monkeypatch):
     """What was drawn in the first attempt is what is shared by the second.
 

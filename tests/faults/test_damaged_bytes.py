@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import outergrad as og
 from cases import mlp
+from covering import covering
 from outergrad.messages import header, wire
 from outergrad.messages.header import KNOWN
 from ranks import run_on_lasting_groups, run_ranks
@@ -184,8 +185,7 @@ EQUIVOCATED: dict[str, Any] = {
 WAIT_FOR_VOTES = ("blocks", "mean deltas")
 
 
-@pytest.mark.parametrize("what", EQUIVOCATED)
-@pytest.mark.parametrize("sites", [2, 3])
+@pytest.mark.parametrize(("what", "sites"), covering(list(EQUIVOCATED), [2, 3], quick=3))
 def test_a_site_that_tells_each_site_something_else_is_found_out(faulty, what, sites):
     """Each message by itself is as it was sent; of two sites nobody can say which is right."""
     method, of, change = EQUIVOCATED[what]

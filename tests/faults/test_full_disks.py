@@ -15,7 +15,7 @@ import torch
 from test_own_transport import build, train
 
 import outergrad as og
-from covering import LONG
+from covering import LONG, covering
 from full_disk import small_disk
 from outergrad.star import journal
 from outergrad.star.authority import new_authority
@@ -24,7 +24,7 @@ from outergrad.star.journal import Journal, TamperedError, verified
 from outergrad.star.server import HubServer
 
 IDENTITY = new_authority()
-LOGS, STEPS = (2000, 8) if LONG else (100, 3)
+LOGS, STEPS = (2000, 8) if LONG else (40, 3)
 DIRECTLY = os.write
 
 
@@ -124,9 +124,10 @@ def trained(rank, transport, fault, at):
     return found, None
 
 
-@pytest.mark.parametrize("at", range(STEPS))
-@pytest.mark.parametrize("when_lost", ["raise", "go on"])
-@pytest.mark.parametrize("disk", [injected, mounted])
+@pytest.mark.parametrize(
+    ("disk", "when_lost", "at"),
+    covering([injected, mounted], ["raise", "go on"], range(STEPS), quick=3),
+)
 def test_sites_end_alike_and_know_why_where_the_hub_has_no_log(
     disk, when_lost, at, tmp_path, monkeypatch
 ):

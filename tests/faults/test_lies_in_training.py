@@ -9,6 +9,7 @@ import torch
 from test_own_transport import build, train
 
 import outergrad as og
+from covering import covering
 from outergrad.comm.failure_report import FailureReport
 from outergrad.core.errors import BoardGoneError
 from outergrad.step.agreement import NOWHERE, THERE, digest_of, word_slot
@@ -74,8 +75,7 @@ def _lie(session, model, lie, made):
         session._at.comm.close()
 
 
-@pytest.mark.parametrize("when_lost", ["raise", "go on"])
-@pytest.mark.parametrize("name", LIES)
+@pytest.mark.parametrize(("name", "when_lost"), covering(list(LIES), ["raise", "go on"], quick=2))
 def test_the_others_end_alike_or_say_that_they_may_not(name, when_lost):
     with hub(3, grace_s=0.4) as server:
         stars = [star(server, rank, when_lost=when_lost) for rank in range(3)]

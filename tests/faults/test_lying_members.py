@@ -7,20 +7,21 @@ import os
 import pytest
 from liars import LIES, draw
 
-from covering import LONG
+from covering import LONG, covering
 
 TRIALS = 5000 if LONG else 240
 SEED = int(os.environ.get("OUTERGRAD_FAULT_SEED", "0"))
 _AT_ONCE = 20
 
 
-@pytest.mark.parametrize("first", range(0, TRIALS, _AT_ONCE))
+@pytest.mark.parametrize("first", covering(range(0, TRIALS, _AT_ONCE), quick=3))
 def test_no_lie_makes_the_others_differ_silently(first):
     for number in range(first, first + _AT_ONCE):
         trial = draw(number, SEED)
         assert not trial.complaints(), f"trial {number}: {trial.lies}: {trial.complaints()}"
 
 
+@pytest.mark.slow
 def test_each_lie_is_told_and_some_are_refused():
     """The trials are what they are meant to be."""
     trials = [draw(number, SEED) for number in range(3 * len(LIES))]

@@ -7,6 +7,7 @@ be paired with the others' one before, until the end.
 from __future__ import annotations
 
 import copy
+from functools import cache
 
 import pytest
 import torch
@@ -41,6 +42,7 @@ def loss_of(model: nn.Module, x: torch.Tensor, raises: bool) -> torch.Tensor:
     return (Boom.apply(model(x), raises) ** 2).mean()
 
 
+@cache
 def pooled(sites: int, step: int) -> dict[str, torch.Tensor]:
     model = copy.deepcopy(MODEL).double()
     for rank in range(sites):
@@ -74,8 +76,9 @@ def train(rank, sites, group, method, fails, *, exact=True, **options):
     return counted, errors, made
 
 
-@pytest.mark.parametrize(("name", "sites"), covering(list(TABLE), [2, 3]))
-@pytest.mark.parametrize("fails", [0, FAILS])
+@pytest.mark.parametrize(
+    ("name", "sites", "fails"), covering(list(TABLE), [2, 3], [0, FAILS], quick=4, every=2)
+)
 def test_a_raise_in_the_backward_of_the_loss_is_a_step_that_does_not_count(name, sites, fails):
     who = sites - 1
 

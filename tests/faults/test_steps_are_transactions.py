@@ -85,8 +85,7 @@ def last_of_site_0(sites):
 LATE_GATHERED = [name for name in EXACT if name not in (*VOTED, *LATE_SUMS)]
 
 
-@pytest.mark.parametrize("name", LATE_GATHERED)
-@pytest.mark.parametrize("sites", [2, 3])
+@pytest.mark.parametrize(("name", "sites"), covering(LATE_GATHERED, [2, 3], quick=4, every=2))
 def test_a_damaged_message_is_sent_again(faulty, name, sites):
     """The others may have applied the step: so it counts on the site that refused one, too."""
     faulty.change = last_of_site_0(sites)
@@ -150,8 +149,7 @@ def test_a_damaged_sum_of_the_last_step_is_found_when_the_session_settles(faulty
     run_on_lasting_groups(2, body)
 
 
-@pytest.mark.parametrize("name", VOTED)
-@pytest.mark.parametrize("sites", [2, 3])
+@pytest.mark.parametrize(("name", "sites"), covering(VOTED, [2, 3], quick=2, every=2))
 def test_a_damaged_message_is_refused_by_all_sites(faulty, name, sites):
     """The last site receives one message of site 0 with another bit."""
     faulty.change = last_of_site_0(sites)
@@ -222,7 +220,7 @@ def test_a_damaged_vote_ends_the_group_behind_the_step(faulty):
 
 @pytest.mark.parametrize(
     ("name", "foreseen", "heard_by"),
-    covering(FEW, [True, False], [(), (0,), (1,), (0, 1)], quick=2, every=2),
+    covering(FEW, [True, False], [(), (0,), (1,), (0, 1)], quick=4, every=2),
 )
 def test_all_sites_that_are_left_have_made_the_same_steps(
     faulty, monkeypatch, name, heard_by, foreseen
@@ -303,7 +301,7 @@ class Events:
             self.mishaps.append(event)
 
 
-@pytest.mark.parametrize(("method", "sites"), covering(TABLE, [1, 2, 3], quick=3, every=3))
+@pytest.mark.parametrize(("method", "sites"), covering(TABLE, [1, 2, 3], quick=6, every=3))
 def test_a_bad_step_is_skipped_on_all_sites(method, sites):
     bad = math.inf if sites == 3 else math.nan
 

@@ -15,6 +15,7 @@ from torch.optim import SGD
 
 import outergrad as og
 from cases import mlp
+from covering import covering
 from outergrad.messages.vote import WORDS
 from outergrad.step.groups import on_transport
 from ranks import run_on_lasting_groups, run_ranks
@@ -52,8 +53,7 @@ def trained(rank, group, steps):
     return model, session
 
 
-@pytest.mark.parametrize("sites", [2, 3])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "sites"), covering(list(METHODS), [2, 3], quick=2))
 def test_sites_vote_on_one_step_of_sixteen(name, sites):
     """A step sends nothing but what it is about, otherwise."""
 

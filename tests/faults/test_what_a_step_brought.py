@@ -51,7 +51,7 @@ def backward(model, rank, step):
 
 @pytest.mark.parametrize(
     ("name", "kind", "sites", "model"),
-    covering(list(TABLE), ["payload", "vote"], [2, 3], ["plain", "averaged"], quick=4, every=4),
+    covering(list(TABLE), ["payload", "vote"], [2, 3], ["plain", "averaged"], quick=8, every=4),
 )
 def test_a_site_that_lacks_a_message_gets_the_step(faulty, name, kind, sites, model):
     """Site 1 loses its connections while it waits for the last message, or for votes before."""

@@ -16,6 +16,7 @@ from torch.optim import SGD
 
 import outergrad as og
 from cases import mlp
+from covering import covering
 from outergrad.comm.failure_mailbox import FailureMailbox
 from outergrad.comm.failure_report import FailureReport, LastStep
 from outergrad.step.lost import Findings, find_out, lost_error
@@ -272,9 +273,12 @@ WAITING = {
 """Methods whose steps wait for votes, or may."""
 
 
-@pytest.mark.parametrize("heard_by", [(0,), (1,), (0, 1)])
-@pytest.mark.parametrize("ends", ["detach", "state_dict", "flush"])
-@pytest.mark.parametrize("name", WAITING)
+@pytest.mark.parametrize(
+    ("name", "ends", "heard_by"),
+    covering(
+        list(WAITING), ["detach", "state_dict", "flush"], [(0,), (1,), (0, 1)], quick=6, every=3
+    ),
+)
 def test_a_site_dies_in_the_vote_on_the_last_step(faulty_transport, name, ends, heard_by):
     """Who has heard its vote has made the step, and goes when the others have made it, too."""
 

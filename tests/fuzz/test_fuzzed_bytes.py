@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import outergrad as og
 from cases import mlp
+from covering import LONG
 from outergrad.buckets.bucket import StepContext
 from outergrad.checkpoint.messaging import refuse_compressed
 from outergrad.comm import link
@@ -66,7 +67,7 @@ class Target:
         seeds: messages as they should be, bytes.
         read: what site 0 makes of one; raises if what it returns cannot be.
         seal: puts in a valid checksum.
-        rounds: how often.
+        rounds: how often; a quarter of it without OUTERGRAD_LONG=1.
         changes: what may become of a message; a transport delivers the agreed length.
         others: what else it may raise.
     """
@@ -482,6 +483,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
 
 
 def test_there_are_a_hundred_thousand_rounds():
+    """With OUTERGRAD_LONG=1."""
     assert sum(make().rounds for make in TARGETS.values()) >= 100_000
 
 
@@ -508,7 +510,7 @@ def test_whatever_a_site_sends_is_read_or_refused_by_its_name(name):
 
 def messages(target: Target) -> Iterator[Tensor]:
     r, seeds = random.Random(7), [seed.numpy().tobytes() for seed in target.seeds]
-    for k in range(target.rounds):
+    for k in range(target.rounds if LONG else target.rounds // 4):
         changed = damage.damaged(r, seeds[k % len(seeds)], target.changes)
         message = torch.frombuffer(changed, dtype=torch.uint8) if changed else torch.empty(0)
         if r.random() < 0.9:

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, assume, event, given, settings
 from torch import Tensor
 
 import outergrad as og
+from covering import LONG
 from outergrad.comm.mirror import MirrorComm
 from outergrad.comm.trace import Tracer
 from outergrad.core.types import Link
@@ -36,9 +37,9 @@ PLANNED = EXACT | {name: m for name, m in LOW_RANK.items() if not getattr(m, "to
 
 
 def fuzzed(count: int):
-    """Settings of a test with so many examples."""
+    """Settings of a test with so many examples, or half as many without OUTERGRAD_LONG=1."""
     return settings(
-        max_examples=EXAMPLES or count,
+        max_examples=EXAMPLES or (count if LONG else count // 2),
         derandomize=not EXAMPLES,
         deadline=None,
         database=None,

@@ -143,7 +143,7 @@ def test_all_but_four_pass_by_every_method():
 
 
 @pytest.mark.timeout(4 * TIMEOUT_S)
-@pytest.mark.parametrize(("method", "test"), covering([*METHODS], PASSING, quick=0, every=3))
+@pytest.mark.parametrize(("method", "test"), covering([*METHODS], PASSING, quick=0, every=6))
 def test_a_test_of_ddps(ranks, test, method):
     errors = [error for error in ranks.run(test, method) if error]
     differs = test in DIFFER_BY_FACTORS and method in FACTORS

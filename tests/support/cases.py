@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
+from covering import LONG
 from seeding import seed
 
 METHODS: dict[str, Any] = {
@@ -38,6 +39,23 @@ METHODS: dict[str, Any] = {
 
 EVERY: dict[str, Any] = METHODS | {"auto": og.Auto()}
 """And the policy that chooses, which a mesh refuses."""
+
+KINDS = [
+    ["dad forced", "dad raw forced", "dad forced, small buckets"],
+    ["edad forced", "edad raw forced"],
+    ["rank-dad, full rank"],
+    ["powersgd, full rank", "sparse, all entries", "sparse, all added up"],
+    ["dense", "dad", "dad raw", "auto"],
+]
+"""All of them, those side by side that make the same of a layer: factors; factors without deltas;
+factors of low rank; parts of the gradient; and what pays best, which is dense in small layers."""
+
+
+def in_turn(number: int) -> dict[str, Any]:
+    """A method of each kind, another for the next number; with OUTERGRAD_LONG=1 all methods."""
+    labels = EVERY if LONG else [kind[number % len(kind)] for kind in KINDS]
+    return {label: EVERY[label] for label in labels}
+
 
 SHARED_STREAM = {"attention dropout", "attention dropout, no weights", "transformer"}
 """Cases with dropout: ranks in threads share one random stream and would draw other numbers."""

@@ -31,7 +31,7 @@ WEIGHTS = ("0.weight", "3.weight")
 by_dropping = pytest.mark.parametrize("codecs", DROPPING.values(), ids=DROPPING)
 by_sites = pytest.mark.parametrize("sites", [2, 3])
 by_codecs_methods_and_sites = pytest.mark.parametrize(
-    ("codecs", "method", "sites"), covering(CODECS, METHODS, [2, 3], quick=2, every=2)
+    ("codecs", "method", "sites"), covering(CODECS, METHODS, [2, 3], quick=4, every=2)
 )
 
 

@@ -1,4 +1,4 @@
-"""A case by every method, over some steps, against the pooled reference and beside DDP."""
+"""A case by every kind of method, over some steps, against the pooled reference and beside DDP."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import outergrad as og
-from cases import EVERY, METHODS, Case, pooled, relative_error, run
+from cases import METHODS, Case, in_turn, pooled, relative_error, run
 from ranks import run_on_lasting_groups
 
 STEPS = 3
@@ -38,9 +38,12 @@ def by_ddp(case: Case, rank: int, group: Any) -> dict[str, Tensor | None]:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def assert_exact(case: Case, sites: int) -> None:
-    """In every step; a first one with taps, and what follows from it."""
-    expected, methods = pooled(case, sites), ALONE if sites == 1 else EVERY
+def assert_exact(case: Case, sites: int, number: int) -> None:
+    """In every step; a first one with taps, and what follows from it.
+
+    The number is of the case among those beside it: they take turns with methods of one kind.
+    """
+    expected, methods = pooled(case, sites), ALONE if sites == 1 else in_turn(number)
 
     def body(rank, group):
         peer = by_ddp(case, rank, group)

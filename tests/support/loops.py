@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import outergrad as og
-from covering import rest_slow
+from covering import LONG, rest_slow
 
 METHODS: dict[str, Any] = {
     "dense": og.Dense(),
@@ -27,8 +27,14 @@ METHODS: dict[str, Any] = {
 }
 """Exact for batches of which all sites together have at most eight rows, but for rounding."""
 
-SOME = rest_slow(METHODS, ["dense", "dad raw", "two_way", "powersgd", "sparse", "edad"])
-"""All; slow are those of which a variant is not."""
+VARIANTS = {"dad", "gather", "all_reduce"}
+"""Methods whose way a loop meets in "dad raw", in "per layer" and in "powersgd", too."""
+
+SOME = rest_slow(
+    [name for name in METHODS if LONG or name not in VARIANTS],
+    ["dense", "dad raw", "two_way", "powersgd", "sparse", "edad"],
+)
+"""All but the variants, which need OUTERGRAD_LONG=1."""
 
 INPUTS, OUTPUTS = 40, 12
 

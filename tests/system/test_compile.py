@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
 from cases import METHODS, Branches, Case, mlp, pooled, relative_error, rows, run, sequences
-from covering import covering
+from covering import covering, rest_slow
 from outergrad.capture.compiled import _node
 from ranks import run_ranks
 from spawned import run_two
@@ -154,6 +154,7 @@ def test_compiled_and_distributed_in_any_order(order):
     assert graph_breaks() == 0
 
 
+@pytest.mark.slow
 def test_parts_compiled_by_themselves():
     parts = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)))
     case = Case(parts, rows(6))
@@ -182,7 +183,7 @@ WITHOUT_BREAKS = {
 }
 
 
-@pytest.mark.parametrize("method", WITHOUT_BREAKS)
+@pytest.mark.parametrize("method", rest_slow(WITHOUT_BREAKS, ["dad"]))
 def test_methods_without_graph_breaks(method):
     case = plain()
     assert_right(gradients(case, WITHOUT_BREAKS[method]), case)
@@ -196,7 +197,7 @@ WITH_BREAKS = {
 }
 
 
-@pytest.mark.parametrize("method", WITH_BREAKS)
+@pytest.mark.parametrize("method", rest_slow(WITH_BREAKS, ["a chain"]))
 def test_methods_with_graph_breaks(method):
     settings, breaks = WITH_BREAKS[method]
     case = Case(mlp(6, 7, 5, 4), rows(6, counts=(4, 4)))
@@ -273,6 +274,7 @@ def test_models_without_graph_breaks(model):
     assert graph_breaks() == 0
 
 
+@pytest.mark.slow
 def test_products_whose_delta_never_comes():
     """A graph knows in backward alone what its outputs depend on."""
 
@@ -576,6 +578,7 @@ def in_processes(tmp_path_factory):
     return {work.__name__: list(each) for work, each in zip(WORKS, found, strict=True)}
 
 
+@pytest.mark.slow
 def test_checkpoint_around_a_compiled_model():
     case = Case(
         Branches(
@@ -599,6 +602,7 @@ def test_checkpoint_around_a_compiled_model():
     assert_right(on_sites(SITES, body), case)
 
 
+@pytest.mark.slow
 def test_autocast():
     def forward(m, x):
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from covering import covering
 from places import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -17,13 +18,14 @@ def fingerprints(monkeypatch):
     return fingerprints
 
 
-def line(of, method, situation, sites=2, steps=12):
+def line(of, method, situation, sites=2, steps=9):
     with of.recorded():
         return of._line(of.Run("deep-mlp", method, situation, sites, steps), None)
 
 
-@pytest.mark.parametrize("sites", [2, 3])
-@pytest.mark.parametrize("method", ["dense", "rank-dad", "local-steps"])
+@pytest.mark.parametrize(
+    ("method", "sites"), covering(["dense", "rank-dad", "local-steps"], [2, 3], quick=0, every=2)
+)
 def test_a_usual_loop_repeats_to_the_bit(fingerprints, method, sites):
     first = line(fingerprints, method, "", sites)
     assert "Error" not in first

@@ -47,7 +47,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("method", "make"), covering(METHODS, OPTIMIZERS, quick=3, every=3))
+@pytest.mark.parametrize(("method", "make"), covering(METHODS, OPTIMIZERS, quick=6, every=3))
 def test_optimizers_with_clipping_follow_the_pooled_model(method, make):
     def step(model, optimizer):
         nn.utils.clip_grad_norm_(model.parameters(), 0.3)

@@ -143,7 +143,7 @@ def trained(original: Net, method: Any, sites: int) -> list[dict[str, Tensor]]:
     return first
 
 
-@pytest.mark.parametrize(("name", "case"), covering(list(EXACT), ALL, quick=6, every=2))
+@pytest.mark.parametrize(("name", "case"), covering(list(EXACT), ALL, quick=12, every=6))
 def test_gradients_are_the_mean(name: str, case: tuple[str, int]) -> None:
     mixture, sites = case
     torch.manual_seed(0)
@@ -156,7 +156,7 @@ def test_gradients_are_the_mean(name: str, case: tuple[str, int]) -> None:
             assert error(g, expected[n]) < LIMITS[g.dtype], (step, n)
 
 
-@pytest.mark.parametrize(("name", "case"), covering(list(LOSSY), SOME, quick=6, every=2))
+@pytest.mark.parametrize(("name", "case"), covering(list(LOSSY), SOME, quick=12, every=6))
 def test_lossy_methods_give_all_sites_the_same(name: str, case: tuple[str, int]) -> None:
     """Vectors travel as they are."""
     mixture, sites = case
@@ -174,7 +174,7 @@ def test_lossy_methods_give_all_sites_the_same(name: str, case: tuple[str, int])
                 assert error(g, expected[n]) < LIMITS[g.dtype], (step, n)
 
 
-@pytest.mark.parametrize(("name", "case"), covering(list(OF_CHANGES), SOME, quick=6, every=2))
+@pytest.mark.parametrize(("name", "case"), covering(list(OF_CHANGES), SOME, quick=6, every=3))
 def test_weights_of_local_steps_are_the_mean(name: str, case: tuple[str, int]) -> None:
     mixture, sites = case
     torch.manual_seed(0)

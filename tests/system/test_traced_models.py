@@ -200,7 +200,7 @@ def assert_undisturbed(label, tool, **settings):
             assert sent == sent_then
 
 
-@pytest.mark.parametrize(("tool", "label"), covering(TOOLS, ["dad", "edad"], quick=2))
+@pytest.mark.parametrize(("tool", "label"), covering(TOOLS, ["dad", "edad"], quick=4, every=2))
 def test_training_goes_on_to_the_bit(tool, label):
     assert_undisturbed(label, tool)
 

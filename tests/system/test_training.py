@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from datetime import timedelta
+from functools import cache
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
 from cases import METHODS, Boom, Events, mlp, relative_error
-from covering import covering, rest_slow
+from covering import LONG, covering, rest_slow
 from outergrad.messages.vote import WORDS
 from ranks import run_on_lasting_groups, run_ranks, try_ranks
 
@@ -46,6 +47,11 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def pooled(steps: int = 1, sites: int = SITES) -> dict[str, torch.Tensor]:
     """`steps` backward passes of every site, averaged over the sites, in float64."""
+    return {name: g.clone() for name, g in _pooled(steps, sites).items()}
+
+
+@cache
+def _pooled(steps: int, sites: int) -> dict[str, torch.Tensor]:
     model = model_of().double()
     for x in BATCHES[:sites]:
         for k in range(steps):
@@ -60,15 +66,16 @@ def assert_equal(model: nn.Module, expected: dict[str, torch.Tensor], limit: flo
 
 QUICK = ["dense", "dad forced", "edad raw forced", "rank-dad, full rank", "powersgd, full rank"]
 """One of each kind; the others are variants of them."""
+OFTEN = METHODS if LONG else [*QUICK, "dad", "sparse, all entries"]
 
 
-@pytest.fixture(params=rest_slow(METHODS, QUICK))
+@pytest.fixture(params=rest_slow(OFTEN, QUICK))
 def method(request):
     return METHODS[request.param]
 
 
 by_sites = pytest.mark.parametrize(
-    ("method", "sites"), covering(METHODS, [1, 2, 3, 4], quick=2, every=2)
+    ("method", "sites"), covering(METHODS, [1, 2, 3, 4], quick=4, every=4)
 )
 
 
@@ -440,7 +447,7 @@ def pooled_over(batches) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("method", "who", "sites"),
-    covering(METHODS, ["one site", "all sites"], [2, 3], quick=2, every=2),
+    covering(METHODS, ["one site", "all sites"], [2, 3], quick=4, every=2),
 )
 def test_a_batch_that_the_plan_was_not_made_for(method, who, sites):
     """Steps without headers, then other rows on some sites: more, fewer, none; and back."""
@@ -638,7 +645,7 @@ def test_models_in_another_order_are_noticed():
 
 @pytest.mark.parametrize(
     ("method", "raising", "next_is_the_same"),
-    covering(METHODS, [0, 1], [True, False], quick=2, every=2),
+    covering(METHODS, [0, 1], [True, False], quick=4, every=2),
 )
 def test_exception_in_one_of_two_models(method, raising, next_is_the_same):
     """The step of the model that raised is ended before another model's begins."""

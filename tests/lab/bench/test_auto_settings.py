@@ -23,6 +23,7 @@ def found():
     return auto.results(SETTINGS, STEPS, seed=1)
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_near_the_best_in_nearly_all_settings(found):
     wrong = [(setting, result) for setting, result in found if result.over_best > auto.NEAR]
     assert len(wrong) <= 0.05 * len(found), wrong

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import typer
 
+from covering import LONG
 from outergrad_lab.checking.exploring import execute, explore, kinds, shrunk
 from outergrad_lab.checking.forwarding import ForwardingSite
 from outergrad_lab.checking.implying import ImplyingSite
@@ -16,9 +17,10 @@ from outergrad_lab.commands.check_commit import check_commit
 
 @pytest.mark.parametrize("protocol", [ForwardingSite, ImplyingSite])
 def test_a_step_that_is_kept_needs_no_votes(protocol):
-    found = explore(protocol, range(5000))
+    count = 5000 if LONG else 1000
+    found = explore(protocol, range(count))
     assert found.wrong == {}
-    assert found.lost > 2000  # the faults are felt
+    assert found.lost > 0.4 * count  # the faults are felt
 
 
 def test_votes_can_differ_silently_after_a_reset():

@@ -75,6 +75,7 @@ def test_a_consortium_compares_what_it_trains_and_times_it():
     assert all(method in trained for one in around for method in one["reference"].values())
 
 
+@pytest.mark.slow
 def test_the_command_runs_a_part_without_a_link(tmp_path, data_dir, monkeypatch):
     monkeypatch.setattr(links.os, "geteuid", lambda: 1000)
     wanted = ["method=fedavg:k=5", "x-rays", "lr=0.001"]

@@ -38,6 +38,7 @@ def test_a_workload_has_the_size_that_is_known(name):
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in WORKLOADS if name not in LARGE])
 def test_a_step_on_synthetic_data_lowers_its_loss(name):
     workload = WORKLOADS[name]

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import outergrad as og
+from covering import covering
 from outergrad_lab.data import load
 from outergrad_lab.models import build_model
 from outergrad_lab.training.split import Batches, even_split
@@ -43,8 +44,9 @@ def losses(data, start, method, rank, **where):
         return found, model(data.x_test[:20].double())
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["mnist", "pneumonia"])
+@pytest.mark.parametrize(
+    ("name", "method"), covering(["mnist", "pneumonia"], list(METHODS), quick=3)
+)
 def test_losses_are_those_of_torch_distributed(name, method, data_dir):
     data = load(name, data_dir)
     seed(0)

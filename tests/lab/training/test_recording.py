@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from forked import forked_processes
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.start import run_sites
 from outergrad_lab.training.job import Job
@@ -31,7 +32,8 @@ def train_all(sites: int, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sites", [1, 2])
 def test_every_training_can_be_compared(sites, tmp_path):
-    run_sites(partial(train_all, sites, tmp_path), sites)
+    with forked_processes():
+        run_sites(partial(train_all, sites, tmp_path), sites)
     for method in [name for name, processes in METHODS.items() if processes == sites]:
         for site in range(sites):
             found = lines(tmp_path / method, site)

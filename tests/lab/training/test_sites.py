@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from forked import forked_processes
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.start import run_sites
 from outergrad_lab.training.job import Job
@@ -37,4 +38,5 @@ def agreements() -> None:
 
 @pytest.mark.slow
 def test_two_sites_agree_or_fail_alike():
-    run_sites(agreements, 2)
+    with forked_processes():
+        run_sites(agreements, 2)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from small_files import write
 
+from forked import forked_processes
 from outergrad.launch.start import run_sites
 from outergrad_lab.data import missing_files
 from outergrad_lab.training.job import Job
@@ -38,11 +39,12 @@ def events(log: Path) -> list[dict]:
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def test_every_kind_of_data_can_be_trained_on(tmp_path, capfd):
+def test_every_kind_of_data_can_be_trained_on(tmp_path):
     for name in {job.data for job in JOBS}:
         write(name, tmp_path)
-    run_sites(partial(train_all, tmp_path), 2)
-    told = capfd.readouterr().out.splitlines()
+    with forked_processes(tmp_path / "shown"):
+        run_sites(partial(train_all, tmp_path), 2)
+    told = (tmp_path / "shown").read_text().splitlines()
     lines = [line for line in told if " on " in line]
     assert told.count("Nothing was recorded; to look inside, add --record runs/first.") == len(JOBS)
     assert [line.split(",")[0] for line in lines] == [f"{j.method} on {j.data}" for j in JOBS]
@@ -59,6 +61,7 @@ def test_a_gru_learns_spoken_digits(data_dir, tmp_path):
     if missing := missing_files("spoken-digits", data_dir):
         pytest.skip(f"no {', '.join(missing)} in {data_dir}")
     job = Job(data="spoken-digits", model="gru", epochs=1, lr=5e-3)
-    run_sites(partial(train, job, data_dir=data_dir, files=Files(log=tmp_path / "log")), 2)
+    with forked_processes():
+        run_sites(partial(train, job, data_dir=data_dir, files=Files(log=tmp_path / "log")), 2)
     (*_, last) = events(tmp_path / "log")
     assert last["test_accuracy"] > 0.5

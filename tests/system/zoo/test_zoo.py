@@ -19,7 +19,7 @@ SMALL = [name for name, case in ZOO.items() if case.quick]
 PAIRS = {
     pair.values: pair
     for pair in (
-        *covering(ZOO.keys(), EXACT.keys(), quick=0, every=3),
+        *covering(ZOO.keys(), EXACT.keys(), quick=0, every=4),
         *covering(SMALL, sorted(QUICK)),
     )
 }

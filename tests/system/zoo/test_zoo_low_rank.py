@@ -26,7 +26,7 @@ SMALL = [name for name, case in ZOO.items() if case.quick]
 PAIRS = {
     pair.values: pair
     for pair in (
-        *covering(ZOO.keys(), LOW_RANK.keys(), quick=0, every=3),
+        *covering(ZOO.keys(), LOW_RANK.keys(), quick=0, every=6),
         *covering(SMALL, ["rank-dad gather", "powersgd"]),
     )
 }

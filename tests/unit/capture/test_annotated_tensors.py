@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
 from cases import relative_error
+from covering import covering
 from outergrad.capture.untappable import Annotating, plain
 from ranks import run_on_lasting_groups
 
@@ -138,8 +139,7 @@ def train(
     return run_on_lasting_groups(SITES, body)
 
 
-@pytest.mark.parametrize("method", EXACT)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "method"), covering(list(KINDS), list(EXACT), quick=4))
 def test_gradients_bytes_and_coverage_are_those_of_plain_tensors(kind, method):
     _ = KINDS[kind](torch.ones(1))
     expected, usual = pooled(), train(EXACT[method], lambda x: x)

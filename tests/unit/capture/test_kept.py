@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
@@ -211,6 +212,7 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=draw).requires_grad_()
 
 
+@cache
 def plain(net: Any, step: int) -> dict[str, Tensor]:
     """The mean over the sites of what plain PyTorch leaves."""
     total: dict[str, Tensor] = {}
@@ -231,7 +233,7 @@ def assert_close(model: nn.Module, expected: dict[str, Tensor], where: Any) -> N
             assert error < 1e-4, (where, name, error)
 
 
-@pytest.mark.parametrize(("by", "net"), covering(BY, NETS, quick=2, every=1))
+@pytest.mark.parametrize(("by", "net"), covering(BY, NETS, quick=4, every=2))
 def test_the_gradient_is_that_of_the_layers_own_backward(by, net):
     every = getattr(by, "every", 1)
 
@@ -256,7 +258,7 @@ def test_the_gradient_is_that_of_the_layers_own_backward(by, net):
 TOLD = {name: NETS[name] for name in ("Workspace", "Branch", "ZeroedOutput", "Frees", "Overwrites")}
 
 
-@pytest.mark.parametrize(("by", "net"), covering(FACTORS, TOLD, quick=2, every=1))
+@pytest.mark.parametrize(("by", "net"), covering(FACTORS, TOLD, quick=2, every=2))
 def test_what_begins_later_is_refused_by_all_sites_once(by, net):
     """On one site, in the fourth step: later ones are right again."""
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import outergrad as og
 from cases import relative_error
+from covering import covering
 from ranks import run_on_lasting_groups
 
 SITES, STEPS = 2, 3
@@ -95,8 +96,7 @@ def _check(
     return [travels for _, travels in sites]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize(("kept", "method"), covering(list(KEPT), list(METHODS), quick=4, every=2))
 def test_gradients_under_selective_checkpoints(kept, method):
     def forward(m: nn.Module, x: Tensor) -> Tensor:
         context_fn = partial(create_selective_checkpoint_contexts, KEPT[kept])
@@ -148,8 +148,9 @@ SCRIPTED: dict[str, Callable[[int], nn.Module]] = {
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", SCRIPTED)
+@pytest.mark.parametrize(
+    ("kind", "method"), covering(list(SCRIPTED), list(METHODS), quick=4, every=2)
+)
 def test_scripted_modules(kind, method):
     for travels in _check(METHODS[method], SCRIPTED[kind], lambda m, x: m(x)):
         if method == "dad" and kind != "the whole model":

@@ -297,7 +297,7 @@ def attention_with_second_derivatives():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
-@pytest.mark.parametrize(("loss", "label"), covering(LOSSES, METHODS.keys(), quick=8, every=4))
+@pytest.mark.parametrize(("loss", "label"), covering(LOSSES, METHODS.keys(), quick=16, every=4))
 def test_gradients_equal_the_pooled_ones_in_every_step(loss, label):
     net, batch = beginning(loss)
 

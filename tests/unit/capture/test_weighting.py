@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import outergrad as og
 from cases import Boom
-from loops import METHODS, assert_close, batch, loss_of, net, pooled
+from loops import METHODS, SOME, assert_close, batch, loss_of, net, pooled
 from outergrad.capture.weighting import Weighting
 from ranks import run_on_lasting_groups
 
@@ -24,7 +24,7 @@ ROWS = [(1, 2, 4), (4, 2, 1), (1, 1, 1), (2, 0, 5), (3, 3, 1)]
 """Per step, of each site; low rank is exact up to eight rows in all."""
 
 
-@pytest.fixture(params=METHODS)
+@pytest.fixture(params=SOME)
 def method(request):
     return METHODS[request.param]
 

@@ -139,7 +139,7 @@ def alike(models, skip="0."):
 
 @pytest.mark.parametrize(
     ("name", "numbers", "place"),
-    covering(SHARED_OUT, [(2, 3), (3, 2), (3, 1), (1, 2)], PLACES, quick=2, every=2),
+    covering(SHARED_OUT, [(2, 3), (3, 2), (3, 1), (1, 2)], PLACES, quick=4, every=2),
 )
 def test_at_another_number_of_sites_nothing_owed_is_lost(name, numbers, place, tmp_path, caplog):
     before, after = numbers

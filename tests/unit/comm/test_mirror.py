@@ -39,7 +39,7 @@ def trained(model, session, x):
 
 
 @pytest.mark.parametrize(
-    ("sites", "method", "make"), covering([2, 3, 4], METHODS, MODELS, quick=6, every=3)
+    ("sites", "method", "make"), covering([2, 3, 4], METHODS, MODELS, quick=12, every=6)
 )
 def test_mirrors_send_what_real_sites_send(make, method, sites):
     original, x = make()

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch.distributed as dist
 
+from forked import forked_processes
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.loopback import loopback_bytes, loopback_name
 from outergrad.launch.start import number_of_sites, run_sites, under_torchrun
@@ -48,4 +49,5 @@ def meet() -> None:
 @pytest.mark.slow
 def test_local_sites_meet_on_the_loopback_interface(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    run_sites(meet, 2)
+    with forked_processes():
+        run_sites(meet, 2)

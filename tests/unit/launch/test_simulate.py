@@ -152,6 +152,7 @@ threads = [threading.Thread(target=work) for _ in range(2)]
 """
 
 
+@pytest.mark.slow
 def test_threads_read_and_set_the_random_state_while_the_collector_runs() -> None:
     """In a process of its own: where they wait for each other, all of it hangs."""
     subprocess.run([sys.executable, "-c", THREADS], check=True, timeout=60)

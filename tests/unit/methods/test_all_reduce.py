@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import outergrad as og
+from covering import covering
 from ranks import run_on_lasting_groups
 
 pytestmark = pytest.mark.usefixtures("large_matrices")
@@ -62,8 +63,7 @@ def train(method, sites: int, steps: int, batch=inputs, model=network):
     return run_on_lasting_groups(sites, body)
 
 
-@pytest.mark.parametrize("sites", [2, 3, 4])
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize(("method", "sites"), covering(METHODS, [2, 3, 4], quick=3))
 def test_all_sites_have_the_same_and_vectors_are_exact(method, sites):
     results = train(method, sites, 3)
     for step in range(3):

@@ -137,6 +137,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow
 def test_the_right_way_in_nearly_all_settings():
     """Within 5% of the best one, as the medians of what it went by in the last steps say."""
     wrong = []

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import outergrad as og
 from cases import relative_error
+from covering import covering
 from outergrad.linalg.outer import formed
 from outergrad.methods.low_rank.budget import _mean
 from outergrad.wire import Int4
@@ -56,7 +57,6 @@ METHODS: dict[str, Any] = {
         budget=12_000, reduce="two_way", wire=Int4(), vectors=Int4(), error_feedback="dense"
     ),
 }
-by_methods = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
 
 def step(model: nn.Module, rank: int, k: int) -> dict[str, Tensor]:
@@ -74,8 +74,7 @@ def owed(session: Any, sites: int) -> dict[str, Tensor]:
     return whole
 
 
-@by_methods
-@pytest.mark.parametrize("sites", [2, 3, 4])
+@pytest.mark.parametrize(("method", "sites"), covering(METHODS, [2, 3, 4], quick=3))
 def test_no_byte_more_and_nothing_is_lost(method, sites):
     """Also while ranks change, on every site, by all that the session has sent."""
     copies = 2 * (sites - 1) / sites if method.reduce == "two_way" else sites - 1
@@ -111,10 +110,17 @@ def test_no_byte_more_and_nothing_is_lost(method, sites):
         assert relative_error(whole, sum(g[name] for g in due) / sites) < 1e-5, name
 
 
-@pytest.mark.parametrize("reduce", ["gather", "two_way"])
-@pytest.mark.parametrize("sites", [2, 4])
-@pytest.mark.parametrize("others", [og.Dense(), og.RankDAD(rank=2, reduce="two_way"), None])
-@pytest.mark.parametrize("settings", [{"bucket_bytes": 1 << 10}, {"vectors": Int4()}, {}])
+@pytest.mark.parametrize(
+    ("reduce", "sites", "others", "settings"),
+    covering(
+        ["gather", "two_way"],
+        [2, 4],
+        {"dense": og.Dense(), "owners": og.RankDAD(rank=2, reduce="two_way"), "none": None},
+        {"short messages": {"bucket_bytes": 1 << 10}, "vectors": {"vectors": Int4()}, "usual": {}},
+        quick=8,
+        every=2,
+    ),
+)
 def test_no_byte_more_in_short_messages_or_beside_others(reduce, sites, others, settings):
     """Where what is dense goes along with rows, or has an owner, or both."""
     few = og.RankDAD(budget=30_000 * sites, reduce=reduce, **settings)
@@ -192,8 +198,7 @@ def test_energies_are_means_over_the_last_steps():
     assert _mean([4.0, 2.0, 1.0], [0.0], 0.5) == [2.0, 2.0, 1.0]
 
 
-@by_methods
-@pytest.mark.parametrize("sites", [2, 3])
+@pytest.mark.parametrize(("method", "sites"), covering(METHODS, [2, 3], quick=4, every=2))
 def test_training_goes_on_to_the_bit(method, sites):
     method = replace(method, budget=method.budget * (sites - 1))
 

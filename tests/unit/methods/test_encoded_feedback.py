@@ -38,7 +38,7 @@ def many(_rank: int, _step: int) -> int:
 
 @pytest.mark.parametrize(
     ("codecs", "reduce", "memory", "sites"),
-    covering(DROPPING, REDUCES, MEMORIES, [2, 3], quick=2, every=2),
+    covering(DROPPING, REDUCES, MEMORIES, [2, 3], quick=4, every=2),
 )
 def test_nothing_is_lost_where_all_is_remembered(codecs, reduce, memory, sites, monkeypatch):
     """What was applied and the mean residual are the sum of the mean gradients."""
@@ -68,7 +68,7 @@ def residual_of(memory: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize(
     ("codecs", "reduce", "rows"),
-    covering(DROPPING, REDUCES, {"few rows": few, "many": many}, quick=2, every=2),
+    covering(DROPPING, REDUCES, {"few rows": few, "many": many}, quick=4, every=2),
 )
 def test_error_feedback_sends_later_what_encoding_lost(codecs, reduce, rows, large_matrices):
     """Also of a layer whose rows are few enough to travel exactly: that is, but for the codecs."""
@@ -83,7 +83,7 @@ def test_error_feedback_sends_later_what_encoding_lost(codecs, reduce, rows, lar
 
 @pytest.mark.parametrize(
     ("codecs", "reduce", "feedback"),
-    covering(DROPPING, REDUCES, ["factored", "dense", "auto"], quick=2, every=2),
+    covering(DROPPING, REDUCES, ["factored", "dense", "auto"], quick=4, every=2),
 )
 def test_a_discarded_step_is_as_if_it_had_not_been(codecs, reduce, feedback, large_matrices):
     method = og.RankDAD(rank=2, wire=codecs, reduce=reduce, error_feedback=feedback)
@@ -94,7 +94,7 @@ def test_a_discarded_step_is_as_if_it_had_not_been(codecs, reduce, feedback, lar
 
 @pytest.mark.parametrize(
     ("codecs", "method", "value"),
-    covering(CODECS, METHODS, [torch.nan, torch.inf], quick=2, every=2),
+    covering(CODECS, METHODS, [torch.nan, torch.inf], quick=4, every=2),
 )
 def test_what_is_not_finite_is_seen_by_all_and_not_remembered(codecs, method, value):
     def body(rank, group):

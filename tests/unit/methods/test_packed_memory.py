@@ -118,7 +118,7 @@ def losses(monkeypatch):
     return lost
 
 
-@pytest.mark.parametrize(("settings", "sites"), covering(WAYS, [2, 3], quick=1))
+@pytest.mark.parametrize(("settings", "sites"), covering(WAYS, [2, 3], quick=2))
 def test_applied_owed_and_lost_are_all_there_was(settings, sites, losses):
     """What rounding loses is little, and known."""
     budget = {"budget": settings["budget"] * (sites - 1)} if "budget" in settings else {}

@@ -11,6 +11,7 @@ from torch import nn
 
 import outergrad as og
 from cases import Boom, mlp, relative_error
+from covering import covering
 from ranks import run_on_lasting_groups, try_ranks
 
 FULL = og.RankDAD(rank=1000)
@@ -52,8 +53,7 @@ def pooled(original, inputs):
     return {name: p.grad for name, p in whole.named_parameters()}
 
 
-@pytest.mark.parametrize("sites", [2, 3])
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize(("name", "sites"), covering(list(MIXTURES), [2, 3], quick=2))
 def test_every_mixture_of_exact_methods_is_exact(name, sites):
     original, inputs = model(), batches(sites)
 

@@ -83,7 +83,7 @@ LOSSY = {
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), covering(sorted(set(build()) - SHARED_STREAM), LOSSY, quick=3, every=3)
+    ("name", "method"), covering(sorted(set(build()) - SHARED_STREAM), LOSSY, quick=6, every=3)
 )
 def test_every_kind_of_layer_is_no_worse_than_without(name, method):
     """With one iteration, too, where the published code is worse than sending zeros."""

@@ -283,7 +283,7 @@ def test_what_the_coverage_table_says(select):
             assert sparse.reveals == "this site's gradient, its largest entries"
 
 
-@pytest.mark.parametrize(("select", "sites"), covering(SELECTS, [2, 3], quick=2))
+@pytest.mark.parametrize(("select", "sites"), covering(SELECTS, [2, 3], quick=4))
 def test_a_discarded_step_is_as_if_it_had_not_been(select, sites):
     """Momentum, the memory, and which step of the warm-up it is."""
     method = og.Sparse(density=0.02, select=select, momentum=0.8, warmup=3)

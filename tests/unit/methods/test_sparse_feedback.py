@@ -35,7 +35,7 @@ def means():
 
 
 @pytest.mark.parametrize(
-    ("kind", "sites", "density"), covering(KINDS, [2, 3], [0.3, 0.05, 0.01], quick=4, every=2)
+    ("kind", "sites", "density"), covering(KINDS, [2, 3], [0.3, 0.05, 0.01], quick=8, every=4)
 )
 def test_nothing_is_lost(kind, sites, density, means):
     """What was applied and what the sites owe is the sum of all gradients, to rounding.
@@ -162,7 +162,7 @@ def test_momentum_without_a_choice_is_that_of_the_optimizer():
 
 @pytest.mark.parametrize(
     ("kind", "value", "momentum"),
-    covering(KINDS, [torch.nan, torch.inf], [0.0, 0.5], quick=2, every=2),
+    covering(KINDS, [torch.nan, torch.inf], [0.0, 0.5], quick=4, every=2),
 )
 def test_what_is_not_finite_is_seen_by_all_and_not_remembered(kind, value, momentum):
     select, wire = kind
@@ -221,7 +221,7 @@ FEW: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), covering(sorted(set(build()) - SHARED_STREAM), FEW, quick=3, every=3)
+    ("name", "method"), covering(sorted(set(build()) - SHARED_STREAM), FEW, quick=6, every=3)
 )
 def test_nothing_is_lost_of_every_kind_of_layer(name, method):
     """Of tables, groups, tied weights, gates, weights without a rule; of unused ones, too."""

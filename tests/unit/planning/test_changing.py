@@ -89,7 +89,7 @@ def train(method: Any, sites: int, steps: int) -> None:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    covering({name: METHODS[name] for name in REMEMBERING}, METHODS, quick=3),
+    covering({name: METHODS[name] for name in REMEMBERING}, METHODS, quick=6, every=3),
 )
 def test_nothing_is_lost_from_one_method_to_another(first, second):
     train(og.Schedule({0: first, 4: second}), 2, 8)
@@ -162,8 +162,7 @@ def test_a_step_that_does_not_count_changes_nothing(name, failing):
     assert_balanced(run_on_lasting_groups(2, body))
 
 
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("saved_after", [2, 3, 4, 6])
+@pytest.mark.parametrize(("name", "saved_after"), covering(list(CHANGES), [2, 3, 4, 6], quick=3))
 def test_resume_to_the_bit(name, saved_after):
     method = og.Schedule(CHANGES[name])
 

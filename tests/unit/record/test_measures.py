@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -83,6 +84,12 @@ def recorded(method, *, recorder=Events, weight=(1.0,) * SITES, steps=STEPS):
     return run_on_lasting_groups(SITES, body)
 
 
+@cache
+def usual(label):
+    """The same for several tests, which look at it only."""
+    return recorded(ALL[label])
+
+
 def grads_of(model):
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
@@ -100,7 +107,7 @@ def norm(t):
 
 @pytest.mark.parametrize("label", SOME)
 def test_norms_angles_and_ranks_are_those_of_the_gradients(label):
-    for events, found in recorded(ALL[label]):
+    for events, found in usual(label):
         layers = [e for e in events.layers if e.mean_norm is not None]
         assert {e.layer for e in layers} >= {"table.weight", "first.weight", "own", "conv.weight"}
         for event in layers:
@@ -132,7 +139,7 @@ def test_a_recorder_changes_nothing(label):
         return None
 
     for (_, ours), (_, theirs) in zip(
-        recorded(ALL[label]), recorded(ALL[label], recorder=plain), strict=True
+        usual(label), recorded(ALL[label], recorder=plain), strict=True
     ):
         for (shared, _), (expected, _) in zip(ours, theirs, strict=True):
             assert all(shared[name].equal(expected[name]) for name in expected)
@@ -196,7 +203,7 @@ def test_norms_of_rows():
 
 @pytest.mark.parametrize("label", SOME)
 def test_what_one_site_sends_the_other_receives(label):
-    (ours, _), (theirs, _) = recorded(ALL[label])
+    (ours, _), (theirs, _) = usual(label)
     steps = [[e for e in events if isinstance(e, og.events.Step)] for events in (ours, theirs)]
     for one, other in zip(*steps, strict=True):
         assert (one.sent_bytes, one.received_bytes) == (other.received_bytes, other.sent_bytes)

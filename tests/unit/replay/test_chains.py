@@ -50,7 +50,7 @@ def deep(activation, layers=6, width=12):
 
 @pytest.mark.parametrize(
     ("name", "sites", "inputs"),
-    covering(ACTIVATIONS.keys(), [2, 3], ["canonical", "raw"], quick=2, every=2),
+    covering(ACTIVATIONS.keys(), [2, 3], ["canonical", "raw"], quick=4, every=2),
 )
 def test_a_chain_is_exact_with_every_function_between(name, sites, inputs):
     torch.manual_seed(1)

@@ -17,6 +17,7 @@ from torch.optim import SGD, Adam
 
 import outergrad as og
 from cases import mlp
+from covering import covering
 from outergrad.comm.torch import TorchComm
 from outergrad.session.drift import compared
 from ranks import run_on_lasting_groups, run_ranks
@@ -82,8 +83,7 @@ def assert_alike(states: list[list[Tensor]]) -> None:
         assert all(map(torch.equal, states[0], other))
 
 
-@pytest.mark.parametrize("sites", [2, 3])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "sites"), covering(list(METHODS), [2, 3], quick=4, every=2))
 def test_a_drift_is_told_on_all_sites_in_the_same_words(name, sites):
     """Where a block is computed again, gradients below it may go astray, too."""
     firsts = ["0.0.weight", NAME] if name == "blocks" else [NAME]
@@ -133,7 +133,7 @@ def test_the_one_parameter_that_differs_is_named():
     assert "site 1 has another '1.bias' than site 0; 1 of 4 parameters and buffers differ" in first
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", covering(list(METHODS), quick=3))
 def test_a_drift_is_mended_where_asked(name):
     def body(rank, group):
         training = Training(rank, group, 3, METHODS[name], on_drift="mend")

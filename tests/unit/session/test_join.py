@@ -101,7 +101,7 @@ def no_copies(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "given"), covering(METHODS, {"step=": True, "seen": False}, quick=2)
+    ("method", "given"), covering(METHODS, {"step=": True, "seen": False}, quick=4)
 )
 def test_optimizers_go_along_by_themselves(method, given, monkeypatch):
     """Nothing is copied in the end; and the loop goes on after it, also with all at once."""
@@ -314,7 +314,7 @@ ORDERS = {
 """Steps of the discriminator and of the generator in each round of the loop."""
 
 
-@pytest.mark.parametrize(("method", "order"), covering(METHODS, ORDERS, quick=3))
+@pytest.mark.parametrize(("method", "order"), covering(METHODS, ORDERS, quick=6, every=3))
 def test_two_sessions_in_one_loop(method, order):
     """As of a GAN: who has run out does not know which of them is stepped next."""
     counts, stores = (1, 3, 0), [dist.HashStore(), dist.HashStore()]

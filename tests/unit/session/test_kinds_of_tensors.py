@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import outergrad as og
+from covering import covering
 from ranks import run_on_lasting_groups
 
 SITES = 2
@@ -95,8 +96,9 @@ def _refused(built: Callable[[int], nn.Module], method: Any = None) -> list[str]
     return run_on_lasting_groups(SITES, body)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", COMPARED)
+@pytest.mark.parametrize(
+    ("kind", "method"), covering(list(COMPARED), list(METHODS), quick=4, every=2)
+)
 def test_a_buffer_without_elements_stays_where_it_is_the_same(kind, method):
     def body(site, group):
         m = _with_buffer(COMPARED[kind], 1.5)

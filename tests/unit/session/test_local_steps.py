@@ -14,6 +14,7 @@ from torch.optim import SGD
 
 import outergrad as og
 from cases import Events, mlp, relative_error
+from covering import covering
 from outergrad.capture.optimizer_steps import StepCounter
 from ranks import run_on_lasting_groups, try_ranks
 from sites_apart import FULL_RANK, INNER, LOW_RANK, Site, batch, loss, model, nesterov, plain, train
@@ -192,8 +193,9 @@ def test_the_rest_is_flushed_once():
     assert all(a.equal(b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("saved_after", [6, 7, 8])
-@pytest.mark.parametrize("name", [*LOW_RANK, "dense"])
+@pytest.mark.parametrize(
+    ("name", "saved_after"), covering([*LOW_RANK, "dense"], [6, 7, 8], quick=3)
+)
 def test_training_goes_on_to_the_bit(name, saved_after):
     """Also from between two exchanges: the weights of the last one are saved, too."""
     method = og.LocalSteps(3, method=LOW_RANK.get(name, og.Dense()))

@@ -117,9 +117,12 @@ def assert_exact(found: list[Tensor], place: str, times: int = 1) -> None:
         assert (g.double() - q).norm() <= 2e-4 * q.norm(), name
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("place", NETS)
-@pytest.mark.parametrize("where", ["grad", "grad, past its count of changes"])
+@pytest.mark.parametrize(
+    ("where", "place", "to_none"),
+    covering(
+        ["grad", "grad, past its count of changes"], list(NETS), [True, False], quick=2, every=2
+    ),
+)
 def test_what_a_backward_adds_to_grad_is_shared(method, place, to_none, where):
     def body(rank: int, group: Any) -> list[list[Tensor]]:
         model, found = copy.deepcopy(NETS[place]), []

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import outergrad as og
-from covering import covering
+from covering import covering, rest_slow
 from outergrad.methods.low_rank import settings as _settings
 from outergrad.methods.low_rank.settings import Feedback, Reduce
 from ranks import run_on_lasting_groups, try_ranks
@@ -111,7 +111,7 @@ def interrupted(method: Any, sites: int) -> None:
 
 @pytest.mark.parametrize(
     ("reduce", "feedback", "rank_and_tolerance"),
-    covering(REDUCES, FEEDBACKS, [(3, 0.0), (12, 0.6)], quick=2, every=2),
+    covering(REDUCES, FEEDBACKS, [(3, 0.0), (12, 0.6)], quick=8, every=4),
 )
 def test_training_goes_on_to_the_bit(reduce, feedback, rank_and_tolerance):
     rank, tolerance = rank_and_tolerance
@@ -143,16 +143,18 @@ OTHERS = {
 
 @pytest.mark.parametrize(
     ("method", "sites", "small"),
-    covering(OTHERS, [1, 2], {"large": 0, "small": 50_000}, quick=2, every=2),
+    covering(OTHERS, [1, 2], {"large": 0, "small": 50_000}, quick=4, every=2),
     indirect=["small"],
 )
 def test_every_method_goes_on_to_the_bit(method, sites, small):
     interrupted(method, sites)
 
 
-@pytest.mark.parametrize("small", [0, 50_000], ids=["large", "small"], indirect=True)
-@pytest.mark.parametrize("rows", [8, 400])
-@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize(
+    ("reduce", "rows", "small"),
+    covering(REDUCES, [8, 400], {"large": 0, "small": 50_000}, quick=4, every=2),
+    indirect=["small"],
+)
 def test_what_was_tapped_is_tapped_again(reduce, rows, small):
     """With few rows the products come from factors, with many from the formed gradient."""
     method = og.RankDAD(rank=6, reduce=reduce)
@@ -267,7 +269,7 @@ NUMBERS = [(4, 2), (3, 2), (2, 3), (1, 2), (2, 4), (2, 1)]
 
 @pytest.mark.parametrize(
     ("reduce", "feedback", "numbers"),
-    covering([*REDUCES, "auto"], ["factored", "dense"], NUMBERS, quick=4, every=2),
+    covering([*REDUCES, "auto"], ["factored", "dense"], NUMBERS, quick=8, every=4),
 )
 def test_what_is_owed_is_shared_out(reduce, feedback, numbers):
     """Over more and over fewer sites, and training goes on."""
@@ -300,7 +302,7 @@ SPARSE = {
 
 
 @pytest.mark.parametrize(
-    ("name", "numbers"), covering(SPARSE.keys(), [n for n in NUMBERS if n[0] > 1], quick=2)
+    ("name", "numbers"), covering(SPARSE.keys(), [n for n in NUMBERS if n[0] > 1], quick=4)
 )
 def test_entries_and_momentum_that_are_owed_are_shared_out(name, numbers):
     """The places of random entries stay the same on all sites, and the warm-up goes on."""
@@ -370,7 +372,7 @@ def test_what_was_chosen_by_the_link_stays_chosen(way):
     assert run_on_lasting_groups(3, body) == [{"low rank": way}] * 3
 
 
-@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize("reduce", rest_slow(REDUCES, REDUCES[:1]))
 def test_a_list_of_the_same_length_is_each_its_own(reduce):
     method = og.RankDAD(rank=3, reduce=reduce, tolerance=0.2)
     saved = trained(method, 3)

@@ -15,6 +15,7 @@ from torch.optim import SGD
 
 import outergrad as og
 from cases import Events, mlp, relative_error
+from covering import covering
 from meshes import run_mesh, try_mesh
 from outergrad.session.fragments import Fragments
 from ranks import run_on_lasting_groups, try_ranks
@@ -343,8 +344,15 @@ def test_a_budget_is_of_the_exchange_of_a_fragment(budget):
 # -- saved and loaded ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("saved_after", range(6, 10))
-@pytest.mark.parametrize("name", ["dense", "budget", "owners", "error reset", "owners, reset"])
+@pytest.mark.parametrize(
+    ("name", "saved_after"),
+    covering(
+        ["dense", "budget", "owners", "error reset", "owners, reset"],
+        range(6, 10),
+        quick=4,
+        every=2,
+    ),
+)
 def test_training_goes_on_to_the_bit(name, saved_after):
     """From every place in a round, also while an exchange is under way; saving changes nothing."""
     few = og.RankDAD(budget=3_000, wire=og.wire.Int4(), error_feedback="dense")

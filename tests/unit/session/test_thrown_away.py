@@ -245,7 +245,7 @@ def assert_whole(method: Any, loop: Callable[[Loop], None], **settings: Any) -> 
             assert error < 2e-4, (name, error)
 
 
-@pytest.mark.parametrize(("method", "loop"), covering(METHODS, LOOPS, quick=3))
+@pytest.mark.parametrize(("method", "loop"), covering(METHODS, LOOPS, quick=6, every=3))
 def test_only_what_was_used_is_owed(method, loop):
     assert_whole(method, loop)
 

@@ -10,6 +10,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.sgd import sgd
 
 import outergrad as og
+from covering import covering
 from ranks import run_on_lasting_groups, try_ranks
 from sites_apart import FULL_RANK, batch, loss, model, plain
 
@@ -202,8 +203,9 @@ def trained_by(make, method, rank, group):
     return detached(net, session), sent
 
 
-@pytest.mark.parametrize("method", FULL_RANK)
-@pytest.mark.parametrize("name", UNSEEN)
+@pytest.mark.parametrize(
+    ("name", "method"), covering(list(UNSEEN), list(FULL_RANK), quick=4, every=2)
+)
 def test_what_is_told_goes_as_with_an_optimizer(name, method):
     """To the bit, where the update is the same arithmetic."""
     settings = {"method": FULL_RANK[method], "outer": plain}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import outergrad as og
+from covering import covering
 from loops import METHODS, SOME, Net, batch, loss_of, net
 from ranks import run_on_lasting_groups
 
@@ -105,7 +106,7 @@ def assert_same(
             assert (g.double() - q).norm() <= 2e-4 * q.norm(), (about, name)
 
 
-@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("steps", covering(list(STEPS), quick=2))
 def test_what_no_site_has_a_gradient_for_has_none(method, steps):
     def body(rank: int, group: Any) -> list[list[Tensor | None]]:
         model, found = net(), []

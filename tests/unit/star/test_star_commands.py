@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 
+import pytest
 from typer.testing import CliRunner
 
 import outergrad as og
@@ -29,6 +30,7 @@ def invoke(*args: str):
     return CliRunner().invoke(app, [*map(str, args)])
 
 
+@pytest.mark.slow
 def test_from_init_to_training_to_the_log(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert invoke("hub", "init", "hub", "--address", "127.0.0.1:0").exit_code == 0

@@ -229,6 +229,7 @@ server.stop()
 """
 
 
+@pytest.mark.slow
 def test_more_silent_connections_than_files_shut_no_site_out(tmp_path):
     """The hub may have 128 files; 200 connections come, again and again, and a site dials."""
     made = HubFolder(tmp_path / "hub")

@@ -400,6 +400,7 @@ def wait_until(what, at_most_s=5.0):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_member_that_is_away_and_revoked_is_lost_before_its_grace_is_over(alone, tmp_path):
     made, _ = alone
     patient = HubServer(made, "127.0.0.1:0", ["a", "b"], grace_s=60.0)

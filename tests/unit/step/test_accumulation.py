@@ -472,7 +472,7 @@ def assert_close(gradients, expected, limit):
 
 
 @pytest.mark.parametrize(
-    ("script", "label"), covering([*STACKED, *FORMED, *MIXED], EXACT.keys(), quick=6, every=3)
+    ("script", "label"), covering([*STACKED, *FORMED, *MIXED], EXACT.keys(), quick=12, every=3)
 )
 def test_the_gradient_is_the_pooled_one(label, script):
     expected = pooled(script, rows=2)
@@ -491,7 +491,7 @@ def test_the_gradient_is_the_pooled_one_where_the_rank_suffices(label, script):
 
 
 @pytest.mark.parametrize(
-    ("script", "label"), covering(OF_LOW_RANK, LOWER_RANK.keys(), quick=3, every=3)
+    ("script", "label"), covering(OF_LOW_RANK, LOWER_RANK.keys(), quick=6, every=3)
 )
 def test_a_lower_rank_loses_some_of_the_gradient_and_counts_nothing_twice(label, script):
     expected = pooled(script, rows=3)
@@ -513,7 +513,7 @@ def test_what_is_left_alone_travels_as_factors_and_nothing_else(label, script):
         assert (how == "factors") == (script in STACKED)
 
 
-@pytest.mark.parametrize(("name", "label"), covering(CASES.keys(), EXACT.keys(), quick=6, every=6))
+@pytest.mark.parametrize(("name", "label"), covering(CASES.keys(), EXACT.keys(), quick=12, every=6))
 def test_every_layer_accumulates(name, label):
     """Two passes in no_sync and a shared one, for every rule, against passes without ours."""
     if name in SHARED_STREAM:

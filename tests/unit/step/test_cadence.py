@@ -118,7 +118,7 @@ def assert_close(gradients, expected, limit=5e-6):
 
 
 @pytest.mark.parametrize(
-    ("name", "sites", "k"), covering(EXACT.keys(), [1, 2, 3], [1, 2, 3], quick=3, every=3)
+    ("name", "sites", "k"), covering(EXACT.keys(), [1, 2, 3], [1, 2, 3], quick=6, every=3)
 )
 def test_the_gradient_is_the_mean_over_passes_and_sites(name, sites, k):
     """Three times; in between there is none."""
@@ -138,7 +138,7 @@ def test_the_gradient_is_the_mean_over_passes_and_sites(name, sites, k):
     run_on_lasting_groups(sites, body)
 
 
-@pytest.mark.parametrize(("name", "label"), covering(CASES.keys(), EXACT.keys(), quick=8, every=8))
+@pytest.mark.parametrize(("name", "label"), covering(CASES.keys(), EXACT.keys(), quick=16, every=8))
 def test_every_layer_waits(name, label):
     if name in SHARED_STREAM:
         pytest.skip("threads share one random stream")
@@ -481,7 +481,7 @@ SCRIPTS = [
 """Two synchronised passes each."""
 
 
-@pytest.mark.parametrize(("script", "name"), covering(SCRIPTS, EXACT.keys(), quick=4, every=4))
+@pytest.mark.parametrize(("script", "name"), covering(SCRIPTS, EXACT.keys(), quick=8, every=4))
 def test_whatever_else_is_done_the_gradient_is_the_pooled_one(name, script):
     expected = pooled(2, script, 2)
 
@@ -635,7 +635,7 @@ def train(site, optimizer, numbers):
 
 
 @pytest.mark.parametrize(
-    ("name", "saved_after"), covering(SAVED.keys(), [4, 5, 6], quick=3, every=3)
+    ("name", "saved_after"), covering(SAVED.keys(), [4, 5, 6], quick=6, every=3)
 )
 def test_training_goes_on_to_the_bit(name, saved_after):
     def start(rank, group):

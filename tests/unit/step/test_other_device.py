@@ -147,6 +147,7 @@ def test_no_method_waits_elsewhere_and_the_list_has_no_more_than_is_needed():
     assert seen == _PLACES
 
 
+@pytest.mark.slow
 def test_what_must_not_be_on_the_way_is_seen():
     for name, result in found(SPOILED).items():
         assert unforeseen(result), name

@@ -120,7 +120,7 @@ class Forms:
         return og.transforms.formed(gradient)
 
 
-@pytest.mark.parametrize(("by", "loop", "make"), covering(BY, LOOPS, FUSED, quick=2, every=2))
+@pytest.mark.parametrize(("by", "loop", "make"), covering(BY, LOOPS, FUSED, quick=8, every=4))
 def test_fused_optimizers_apply_the_gradient_of_every_method(by, loop, make):
     """Its twin has contiguous weights and gradients, and an optimizer that goes by elements."""
 

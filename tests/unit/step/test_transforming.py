@@ -49,7 +49,9 @@ def check(model, expected, limit=1e-5):
         assert relative_error(p.grad, expected[name]) < limit, name
 
 
-@pytest.mark.parametrize(("name", "label"), covering(CASES.keys(), EXACT.keys(), quick=6, every=6))
+@pytest.mark.parametrize(
+    ("name", "label"), covering(CASES.keys(), EXACT.keys(), quick=20, every=10)
+)
 def test_half_of_every_model(name, label):
     """Also of weights that are used outside of their layers, on one site alone, or nowhere."""
     if name in SHARED_STREAM:
@@ -347,6 +349,7 @@ def test_gradients_that_are_not_finite_are_skipped():
     run_on_lasting_groups(SITES, body)
 
 
+@pytest.mark.slow
 def test_compiled_models():
     def body(rank, group):
         model = copy.deepcopy(MODEL)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import outergrad as og
+from covering import covering
 from outergrad.launch.loopback import loopback_name
 from outergrad.step import groups
 from outergrad.step.groups import MessageSequence, on_transport
@@ -111,8 +112,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("sites", [2, 3])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "sites"), covering(list(METHODS), [2, 3], quick=4, every=2))
 def test_gradients_are_those_of_steps_without_turns(method, sites, monkeypatch):
     def body(rank, group):
         return train(group, BATCHES, METHODS[method])
@@ -218,6 +218,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.slow
 def test_processes_end_in_order_while_receives_wait(tmp_path):
     """In one group to the end of Python; in one they are forgotten; one is destroyed."""
     command = [sys.executable, "-c", ENDS, str(tmp_path / "store")]

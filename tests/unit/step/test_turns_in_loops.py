@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import outergrad as og
+from covering import rest_slow
 from meshes import run_mesh
 from outergrad.step import groups
 from ranks import run_ranks, try_ranks
@@ -132,7 +133,7 @@ LOOPS: dict[str, tuple[object, Callable[[Loop], None]]] = {
 }
 
 
-@pytest.mark.parametrize("label", LOOPS)
+@pytest.mark.parametrize("label", rest_slow(LOOPS, [*LOOPS][::3]))
 def test_a_loop_goes_as_without_turns(label, monkeypatch):
     method, drive = LOOPS[label]
 

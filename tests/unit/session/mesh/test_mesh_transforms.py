@@ -62,7 +62,7 @@ METHODS = {
 }
 CASES = built()
 LINEAR = CASES["linear"]
-PAIRS = covering(CASES.keys(), METHODS.keys(), TRANSFORMS.keys(), quick=8, every=8)
+PAIRS = covering(CASES.keys(), METHODS.keys(), TRANSFORMS.keys(), quick=16, every=8)
 Seen = list[Gradients]
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections")
 

@@ -82,7 +82,7 @@ def train(case: Case, method: Any, mesh: ThreadMesh) -> dict[str, torch.Tensor |
     ("name", "label"),
     [
         *(("linear", label) for label in METHODS),
-        *covering(SOME, FEW, quick=3),
+        *covering(SOME, FEW, quick=6),
     ],
 )
 def test_gradients_are_the_mean_over_all_ranks(name, label):
@@ -95,8 +95,10 @@ def test_gradients_are_the_mean_over_all_ranks(name, label):
         assert error < 5e-6, f"{parameter}: {error:.1e}"
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (3, 1)])
-@pytest.mark.parametrize("label", ["dense", "dad forced", "rank-dad, full rank"])
+@pytest.mark.parametrize(
+    ("label", "shape"),
+    covering(["dense", "dad forced", "rank-dad, full rank"], [(1, 1), (1, 3), (3, 1)], quick=3),
+)
 def test_meshes_of_any_shape(shape, label):
     case = CASES["linear"]()
     expected = pooled(case, shape[0] * shape[1])
@@ -132,7 +134,7 @@ def of_one_rank_per_site(method: Any, site: int, group: Any, steps: int = STEPS)
     return found
 
 
-@pytest.mark.parametrize("label", ["dense", "dad", "dad raw", *LOW_RANK])
+@pytest.mark.parametrize("label", covering(["dense", "dad", "dad raw", *LOW_RANK], quick=3))
 def test_between_sites_travels_what_one_rank_per_site_would_send(label):
     method = {**METHODS, **LOW_RANK}[label]
     whole = run_on_lasting_groups(2, lambda site, group: of_one_rank_per_site(method, site, group))
@@ -274,18 +276,20 @@ class Fragile(nn.Module):
 FRAGILE = Fragile()
 
 
-@pytest.mark.parametrize("who", [(0,), (1, 2), (0, 1, 2, 3)])
+STEADY = {"dense": 0, "dad forced": 3, "rank-dad": 3, "sparse": 3}
+
+
 @pytest.mark.parametrize(
-    ("label", "steady"), [("dense", 0), ("dad forced", 3), ("rank-dad", 3), ("sparse", 3)]
+    ("label", "who"), covering(list(STEADY), [(0,), (1, 2), (0, 1, 2, 3)], quick=3)
 )
-def test_a_backward_that_raised_discards_the_step_on_all_ranks(who, label, steady):
+def test_a_backward_that_raised_discards_the_step_on_all_ranks(label, who):
     method = {**METHODS, **LOW_RANK}[label]
 
     def body(mesh):
         model = copy.deepcopy(FRAGILE)
         session = og.distribute(model, method, mesh=mesh)
         x = BATCHES[mesh.number]
-        for _ in range(steady):
+        for _ in range(STEADY[label]):
             model.zero_grad()
             loss_of(model, x).backward()
         expected = ArithmeticError if mesh.number in who else og.StepDiscardedError
@@ -296,7 +300,7 @@ def test_a_backward_that_raised_discards_the_step_on_all_ranks(who, label, stead
         for _ in range(2):
             model.zero_grad()
             loss_of(model, x).backward()
-        assert session.stats().step == steady + 3
+        assert session.stats().step == STEADY[label] + 3
         session.detach()
         return gradients(model)
 
@@ -418,6 +422,7 @@ class LeftError(Exception):
     """What a rank raises in place of dying."""
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_behind_the_votes_leaves_its_site_in_doubt(monkeypatch):
     """Its neighbour cannot hear of the share that is missing; the other site has all of them."""
     own = threading.local()
@@ -486,7 +491,9 @@ def steps(model: nn.Module, mesh: ThreadMesh, start: int, stop: int) -> None:
                 p.sub_(p.grad, alpha=0.01)
 
 
-@pytest.mark.parametrize("label", ["dad", "rank-dad", "powersgd", "sparse", "sparse random"])
+@pytest.mark.parametrize(
+    "label", covering(["dad", "rank-dad", "powersgd", "sparse", "sparse random"], quick=3)
+)
 def test_training_goes_on_to_the_bit(label):
     method = {**METHODS, **LOW_RANK}[label]
 
