@@ -186,13 +186,8 @@ def common_state(memories: Memories) -> StateDict:
     }
 
 
-def own_state(memories: Memories) -> StateDict:
-    """Returns `turn` and, by place, this site's start directions and residuals."""
-    held = {place_name(place): _saved(memory) for place, memory in memories.held().items()}
-    return {"memories": held, "turn": memories.turn}
-
-
-def _saved(memory: Memory) -> StateDict:
+def saved(memory: Memory) -> StateDict:
+    """Returns the state of a memory: start directions and residual."""
     memory = compacted(memory)
     return {"start": memory.q_GIR, **saved_residual(compact(residual_of(memory)))}
 
