@@ -26,7 +26,7 @@ from outergrad.launch.processes import run_processes
 from outergrad.launch.start import TIMEOUT, number_of_sites, run_sites, under_torchrun
 from outergrad.launch.traffic import InterfaceCounter
 from outergrad.report import write_page
-from outergrad.report.verdict import USUAL_LINK, on_usual_link
+from outergrad.report.summary import USUAL_LINK, on_usual_link
 from outergrad_lab.data import Dataset, load
 from outergrad_lab.training.job import Job
 from outergrad_lab.training.recording import recorder_into

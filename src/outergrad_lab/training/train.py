@@ -17,7 +17,7 @@ from outergrad.launch.console import count, step_bars
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.simulate import Stop
 from outergrad.record.jsonl import JSONL
-from outergrad.report.verdict import cost_of_bytes
+from outergrad.report.summary import cost_of_bytes
 from outergrad.tools.named_methods.attach import all_reduce_bytes
 from outergrad_lab.data import Dataset, load
 from outergrad_lab.training.job import Job
