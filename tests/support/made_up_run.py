@@ -104,7 +104,7 @@ def whole(rank: int, step: int, every: int, start: float) -> Step:
 
 
 def watched(sites: int = 2, steps: int = 200, silent: dict[int, int] | None = None) -> Watched:
-    """A run as it is known while it goes on; the sites that fell silent did so after so many steps."""
+    """A run while it goes on; the sites that fell silent did so after so many steps."""
     run = Watched()
     for rank in range(sites):
         count = (silent or {}).get(rank, steps)

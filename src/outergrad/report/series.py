@@ -6,8 +6,8 @@ import math
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
-from outergrad.report.recording import Recording
-from outergrad.report.summary import TIMES, dense_bytes, thin, time_split
+from outergrad.report.recording import Recording, thin
+from outergrad.report.summary import TIMES, dense_bytes, time_split
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
