@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import outergrad as og
-from outergrad.methods.low_rank.cost import _THIN, Sizes
+from outergrad.methods.low_rank.prices import _THIN, Sizes
 
 METHOD = og.RankDAD(rank=4)
 SITES, WARMUP, STEPS, CLASSES = 2, 20, 40, 10

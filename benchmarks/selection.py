@@ -21,9 +21,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from outergrad.linalg.selection import above, entries_of, random_k, top_blocks, top_k
-from outergrad.linalg.sidco import exceeding, threshold
-from outergrad.linalg.tail_fits import FITS
+from outergrad.linalg.selection import (
+    FITS,
+    above,
+    entries_of,
+    exceeding,
+    random_k,
+    threshold,
+    top_blocks,
+    top_k,
+)
 from outergrad.messages.places import block_nbytes, nbytes, packed, unpacked
 from outergrad_lab.data import Dataset, Format, load
 from outergrad_lab.models import build_model

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from outergrad.comm.pace import LEAST_BYTES
 from outergrad.comm.words import words_of_all
+from outergrad.comm.work import LEAST_BYTES
 from outergrad.core.transport import Comm
 from outergrad.core.types import Link
 

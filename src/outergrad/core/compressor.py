@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence, Set
 
 from outergrad.core.blocks import Replays
-from outergrad.core.cost import CostModel
+from outergrad.core.cost import CostModel, Whole
 from outergrad.core.reasons import AutoWay, Why
 from outergrad.core.residual_store import ResidualStore
 from outergrad.core.rounds import GatheredPayload, Merger, Sketches
-from outergrad.core.step_size import Whole
 from outergrad.core.transport import Capability
 from outergrad.core.types import Link, Route, Unit
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from outergrad.launch.elastic import fresh_store, shared_store
 from outergrad.launch.errors import RecipeError, SiteError
-from outergrad.launch.loopback import stay_on_loopback
 from outergrad.launch.processes import error_text, run_processes
+from outergrad.launch.traffic import stay_on_loopback
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from outergrad.core.blocks import SentRun, SentUse, Traced
 from outergrad.core.errors import ReplayError
 from outergrad.core.structure import exchanged, flattened, rebuilt
 from outergrad.linalg.gradients import summed, vjp
-from outergrad.replay.context import conditions_as, conditions_now, recorded, replayed
+from outergrad.replay.context import conditions_as, conditions_now, recorded, replayed, unchanged
 from outergrad.replay.fingerprint import (
     Comparison,
     failures_told,
@@ -23,7 +23,6 @@ from outergrad.replay.fingerprint import (
 )
 from outergrad.replay.forward import Forward, escapes_refused, other_tensors
 from outergrad.replay.run import DTYPES
-from outergrad.replay.unchanged import unchanged
 
 
 class Modules:

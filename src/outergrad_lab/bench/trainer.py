@@ -16,7 +16,7 @@ from outergrad_lab.bench.meeting import PATIENCE
 from outergrad_lab.bench.plan import Plan
 from outergrad_lab.data import Dataset, load, missing_files, synthetic
 from outergrad_lab.peers.named import attach_of
-from outergrad_lab.training.optimizers import ADAM_EPS
+from outergrad_lab.training.job import ADAM_EPS
 from outergrad_lab.training.split import Batches, even_split, full_batches
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from outergrad._whole_files import whole_file
 from outergrad.report.recording import require
 from outergrad_lab.axes import draw_line
-from outergrad_lab.experiments.asked import Asked, ask
+from outergrad_lab.experiments.asked import Asked, ask, groups
 from outergrad_lab.experiments.frames import OF_METHOD, Result, finals, varied
 from outergrad_lab.experiments.panels import (
     add_legends,
@@ -22,7 +22,6 @@ from outergrad_lab.experiments.panels import (
     prepare,
 )
 from outergrad_lab.experiments.quantities import QUANTITIES, heading
-from outergrad_lab.experiments.wanted import groups
 from outergrad_lab.labels import Method, Style
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from outergrad._whole_files import write_whole
 from outergrad.launch.errors import RecipeError
 from outergrad.report.recording import require
+from outergrad_lab.experiments.asked import chosen, groups, in_order, names
 from outergrad_lab.experiments.frames import (
     HEADINGS,
     Result,
@@ -25,7 +26,6 @@ from outergrad_lab.experiments.hours import around_hub
 from outergrad_lab.experiments.quantities import NOTHING, QUANTITIES, heading, text, title
 from outergrad_lab.experiments.sweeps import with_best
 from outergrad_lab.experiments.verdicts import verdicts
-from outergrad_lab.experiments.wanted import chosen, groups, in_order, names
 
 if TYPE_CHECKING:
     from pandas import DataFrame

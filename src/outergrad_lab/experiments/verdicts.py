@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outergrad_lab.experiments.frames import Result, of_kind
-from outergrad_lab.experiments.settings import read
+from outergrad_lab.experiments.task import read
 from outergrad_lab.labels import Method
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from outergrad.launch.errors import RecipeError
-from outergrad.launch.loopback import loopback_bytes, loopback_name
 from outergrad.launch.start import number_of_sites, run_sites, under_torchrun
+from outergrad.launch.traffic import loopback_bytes, loopback_name
 
 
 @pytest.fixture

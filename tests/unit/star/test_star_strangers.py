@@ -20,11 +20,12 @@ from outergrad.star.frames import (
     MOST_BYTES,
     MOST_MESSAGE_BYTES,
     Frame,
+    Hello,
     Kind,
     MalformedError,
+    Welcome,
     unpacked,
 )
-from outergrad.star.greetings import Hello, Welcome
 from outergrad.star.hub import Hub, RefusedError
 from outergrad.star.journal import verified
 from outergrad.star.kit import read_kit

@@ -13,9 +13,16 @@ from outergrad.core.cost import CostModel
 from outergrad.core.protocols import Method
 from outergrad.core.types import Link, StateDict, Unit
 from outergrad.messages.raw import digest
-from outergrad.methods.auto.knowledge import Arm, Tried
-from outergrad.methods.auto.trials import Trials, Verdict
-from outergrad.methods.auto.usual import FIRST_STEPS, Stretch, Usual, slowest_site
+from outergrad.methods.auto.trials import (
+    FIRST_STEPS,
+    Arm,
+    Stretch,
+    Trials,
+    Tried,
+    Usual,
+    Verdict,
+    slowest_site,
+)
 from outergrad.methods.auto.ways import Ways
 from outergrad.methods.common import is_method
 from outergrad.methods.dad import DAD

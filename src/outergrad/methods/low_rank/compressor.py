@@ -9,11 +9,10 @@ from dataclasses import replace
 from outergrad.comm.cost import cost_of
 from outergrad.comm.cost import seconds as seconds_of
 from outergrad.core.coding import Codecs, drops
-from outergrad.core.cost import CostModel
+from outergrad.core.cost import CostModel, Whole
 from outergrad.core.owners import heaviest_share
 from outergrad.core.payload import EncodedRows
 from outergrad.core.reasons import AutoWay
-from outergrad.core.step_size import Whole
 from outergrad.core.transport import Capability
 from outergrad.core.types import (
     Factors,
@@ -29,9 +28,7 @@ from outergrad.core.types import (
 )
 from outergrad.linalg.outer import formed
 from outergrad.methods.common import dense_bytes, tied_in_use
-from outergrad.methods.low_rank.alternating import AlternatingSketches
 from outergrad.methods.low_rank.budget import Budget, stands
-from outergrad.methods.low_rank.cost import WAYS, Sizes, best_way, exact_rows
 from outergrad.methods.low_rank.memory import (
     Memories,
     Memory,
@@ -40,9 +37,17 @@ from outergrad.methods.low_rank.memory import (
     saved,
 )
 from outergrad.methods.low_rank.merging import Merging
-from outergrad.methods.low_rank.prices import Prices, rows_in_messages, settled
+from outergrad.methods.low_rank.prices import (
+    WAYS,
+    Prices,
+    Sizes,
+    best_way,
+    exact_rows,
+    rows_in_messages,
+    settled,
+)
 from outergrad.methods.low_rank.settings import LowRankSettings
-from outergrad.methods.low_rank.sketches import GlobalSketches
+from outergrad.methods.low_rank.sketches import AlternatingSketches, GlobalSketches
 from outergrad.methods.low_rank.triplets import Gathered
 from outergrad.methods.low_rank.vectors import RowsAndBias, Vectors
 from outergrad.methods.residuals import Remembering

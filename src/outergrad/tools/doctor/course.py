@@ -25,9 +25,9 @@ from torch.distributed import PrefixStore, TCPStore
 from outergrad._amounts import many, seconds, times
 from outergrad._printable import printable
 from outergrad.launch.errors import SiteError
-from outergrad.launch.loopback import stay_on_loopback
 from outergrad.launch.machine import versions
 from outergrad.launch.processes import run_processes
+from outergrad.launch.traffic import stay_on_loopback
 from outergrad.tools.doctor.findings import Finding, Level, merged, named, ok, problem
 from outergrad.tools.doctor.links import (
     ROUND_S,
