@@ -21,12 +21,6 @@ def loopback_name() -> str | None:
     return None
 
 
-def loopback_bytes() -> int | None:
-    """Returns the bytes sent over loopback since the machine started; None if not counted."""
-    counters = psutil.net_io_counters(pernic=True).get(loopback_name() or "")
-    return counters.bytes_sent if counters else None
-
-
 def stay_on_loopback() -> None:
     """Keeps gloo's sockets on this machine, unless the user chose an interface."""
     if name := loopback_name():
