@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from outergrad._whole_files import write_whole
 from outergrad.checkpoint import claims
 from outergrad.checkpoint import folder as files
-from outergrad.checkpoint.cast import Restored
-from outergrad.checkpoint.choose import Allowed, Overview
+from outergrad.checkpoint.cast import Allowed, Overview, Restored
 from outergrad.checkpoint.folder import DamagedError, Save
 from outergrad.checkpoint.messaging import gathered
 from outergrad.checkpoint.parts import Parts, Saveable, set_random_state

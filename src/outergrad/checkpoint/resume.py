@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outergrad.checkpoint import claims
-from outergrad.checkpoint.cast import Cast, Restored, with_lost
-from outergrad.checkpoint.choose import Allowed, Overview, Selection
+from outergrad.checkpoint.cast import Allowed, Cast, Overview, Restored, Selection, with_lost
 from outergrad.checkpoint.folder import DamagedError, Listing, Save, read_site, saves_in
 from outergrad.checkpoint.messaging import gathered, packed, swapped, unpacked
 from outergrad.comm.agree import agree

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outergrad.core.types import Factors, Gradient
-from outergrad.linalg.low_rank import LowRank
+from outergrad.linalg.low_rank import LowRank, small_core
 from outergrad.linalg.orthonormal import orthonormal
 from outergrad.linalg.outer import added, shape_of
 from outergrad.linalg.power import (
@@ -20,7 +20,6 @@ from outergrad.linalg.power import (
     without_void,
 )
 from outergrad.linalg.product import Product, Total, cheapest, product, total, unscaled
-from outergrad.linalg.small_core import small_core
 
 SUBSPACE_ITERATIONS = 3
 WARM_ITERATIONS = 1

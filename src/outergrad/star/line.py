@@ -20,13 +20,14 @@ from outergrad.star.frames import (
     Frame,
     Hello,
     Kind,
+    Place,
     Questions,
+    Stream,
     Welcome,
     packed,
     unpacked,
 )
 from outergrad.star.pipe import Pipe
-from outergrad.star.place import Place, Stream
 from outergrad.star.window import WINDOW_BYTES, Outgoing, Window, cost_of, heard_in
 
 _BATCH_BYTES = 1 << 16

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import outergrad as og
-from outergrad.star.authority import Identity, new_authority, new_site
+from outergrad.star.authority import Identity, new_authority, new_site, read_kit
 from outergrad.star.folder import HubFolder
 from outergrad.star.frames import (
     MOST_BYTES,
@@ -28,7 +28,6 @@ from outergrad.star.frames import (
 )
 from outergrad.star.hub import Hub, RefusedError
 from outergrad.star.journal import verified
-from outergrad.star.kit import read_kit
 from outergrad.star.server import METHOD, SERVICE, HubServer
 from stars import CPU, NAMES, Proxy, folder, hub, kit_of, star
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from outergrad.core.types import Factors, Gradient, Slot
-from outergrad.linalg.low_rank import LowRank
+from outergrad.linalg.low_rank import LowRank, merge, small_core
 from outergrad.linalg.outer import added, formed, product_of, stack
-from outergrad.linalg.small_core import merge, small_core
 from outergrad.methods.low_rank.budget import Budget
 from outergrad.methods.low_rank.memory import (
     Memories,
