@@ -93,6 +93,14 @@ def _of_layer(event: Layer) -> dict[str, float]:
     return tags
 
 
+def first_again(kind: str, step: int) -> int:
+    """Returns the first step, as events of this kind count, that a run resumed at `step` repeats.
+
+    Scalars count the steps that are done, other events the steps before theirs.
+    """
+    return step + (kind == "scalars")
+
+
 RECENT = 1024
 PATIENCE_S = 10.0
 UNUSUAL = 3
@@ -201,9 +209,9 @@ class WatchedSite:
         if run.step == 0:
             self._start_afresh(run)
         for series in self.scalars.values():
-            series.forget_from(run.step + 1)
+            series.forget_from(first_again("scalars", run.step))
         for series in (self.agreement, *(at.effective_rank for at in self.layers.values())):
-            series.forget_from(run.step)
+            series.forget_from(first_again("layer", run.step))
         self.steps.clear()
         self._gaps_s.clear()
         self.ended, self.run, self.step, self.time = None, run, run.step, run.time

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outergrad._aggregate import first_again
 from outergrad._event_lines import START, Entry, GrowingFile, parsed, read
 from outergrad.events import Change, Layer, Mishap, Run, Step, Trial
 
@@ -80,7 +81,8 @@ class File:
         begun = 1
         for number, entry in entries:
             if entry["event"] == "run" and entry["step"] > 0:
-                kept = [earlier for earlier in kept if _before(earlier, entry["step"])]
+                again = entry["step"]
+                kept = [e for e in kept if e["step"] < first_again(e["event"], again)]
             elif entry["event"] == "run" and kept:
                 kept, begun = [], number
             kept.append(entry)
@@ -107,11 +109,6 @@ def _told(name: str, why: str, numbers: list[int]) -> str:
     shown = ", ".join(map(str, numbers[:_NAMED]))
     more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
     return f"{name}, lines {shown}{more}: {why}"
-
-
-def _before(entry: Entry, step: int) -> bool:
-    """True if an entry is of a step before `step`; scalars count steps that are done."""
-    return entry["step"] < step or (entry["event"] == "scalars" and entry["step"] == step)
 
 
 def thin(values: list[int], most: int) -> list[int]:
