@@ -29,7 +29,7 @@ from outergrad.comm.process_group import TorchDistributed
 from outergrad.core.transport import Comm, Transport
 from outergrad.launch.links import Place, ShapedLink, parse_link, places
 from outergrad.launch.processes import run_processes
-from outergrad_lab.bench.around_hub import run_hub, say_done, star_at, widen
+from outergrad_lab.bench.hub import run_hub, say_done, star_at, widen
 
 KINDS = ("gather", "sum", "dad", "dense")
 CPU = torch.device("cpu")

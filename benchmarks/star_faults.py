@@ -39,7 +39,7 @@ from outergrad.core.errors import ExchangeError
 from outergrad.core.transport import Comm
 from outergrad.launch.links import Place, parse_link, places
 from outergrad.launch.namespaces import INTERFACE
-from outergrad_lab.bench.around_hub import run_hub
+from outergrad_lab.bench.hub import run_hub
 
 FAULTS = ("killed", "silent", "cut")
 _SETTLES_S = 0.5

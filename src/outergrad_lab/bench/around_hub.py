@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 import subprocess
 import tempfile
 import time
@@ -23,77 +22,15 @@ import psutil
 import torch
 import torch.distributed as dist
 
-import outergrad as og
 from outergrad.core.transport import Transport
-from outergrad.launch.links import Place, ShapedLink, parse_link, places
-from outergrad.launch.namespaces import INTERFACE, qdiscs
+from outergrad.launch.links import Place, ShapedLink, places
+from outergrad.launch.namespaces import INTERFACE
 from outergrad.launch.processes import run_processes
-from outergrad.star.folder import HubFolder
-from outergrad.star.hub import GRACE_S as HUB_GRACE_S
-from outergrad.star.server import HubServer
-from outergrad_lab.bench.meeting import PATIENCE, Meeting
+from outergrad_lab.bench.trainer import PATIENCE, Meeting
 from outergrad_lab.data import Dataset, load
 from outergrad_lab.training.job import Job
 from outergrad_lab.training.split import Rows
 from outergrad_lab.training.training import Training, deal, start
-
-PORT = 8443
-
-
-def widen(hub: Place, link: ShapedLink, rate: str) -> None:
-    """Gives both ends of the hub's cable another rate than those of the sites have.
-
-    Args:
-        hub: Place of the hub, the last of the places.
-        link: Link that joins the places.
-        rate: Rate as on the command line, or none.
-    """
-    if link.rate_bit_per_s is None or hub.namespace is None:
-        return
-    bridge, _, number = hub.namespace.rpartition("-")
-    for namespace, interface in ((hub.namespace, INTERFACE), (f"{bridge}-hub", f"port{number}")):
-        at = ["dev", interface]
-        subprocess.run(["tc", "-n", namespace, "qdisc", "del", *at, "root"], check=True)
-        for discipline in qdiscs(parse_link(rate).rate_bit_per_s):
-            add = ["tc", "-n", namespace, "qdisc", "add", *at, *discipline]
-            subprocess.run(add, check=True)
-
-
-def run_hub(folder: Path, place: Place, sites: int, grace_s: float = HUB_GRACE_S) -> list[float]:
-    """Relays until all sites are done; returns the peak memory of this process, in MB.
-
-    Args:
-        folder: Empty folder, where the sites find their kits, and note that they are done.
-        place: Place of the hub, behind those of the sites.
-        sites: Number of sites.
-        grace_s: Seconds for which a site may be away.
-    """
-    place.enter()
-    made = HubFolder(folder / "hub")
-    made.create(f"10.77.0.{sites + 1}:{PORT}", [])
-    for rank in range(sites):
-        made.invite(f"site-{rank}").write(folder / f"{rank}.part")
-        os.rename(folder / f"{rank}.part", folder / f"{rank}.kit")
-    server = HubServer(made, f"0.0.0.0:{PORT}", grace_s=grace_s)
-    server.start()
-    (folder / "listening").touch()
-    while len(list(folder.glob("*.done"))) < sites:
-        time.sleep(0.1)
-    server.stop()
-    return [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3]
-
-
-def star_at(folder: Path, rank: int) -> og.Star:
-    """Returns a site's transport over the hub, once that listens."""
-    while not (folder / "listening").exists():
-        time.sleep(0.05)
-    return og.Star(kit=folder / f"{rank}.kit")
-
-
-def say_done(folder: Path, rank: int) -> None:
-    """Notes that a site does not need the hub any more."""
-    (folder / f"{rank}.done").touch()
-
 
 GRACE_S = 120.0
 """Seconds for which the hub waits for an absent site: more than a cut of a line takes."""
@@ -159,7 +96,7 @@ def time_around_hub(plan: AroundHub) -> dict[str, dict[str, Any]]:
         RecipeError: The machine lacks what networks need.
         SiteError: A site failed; the others have been ended.
     """
-    from outergrad_lab.bench.around_hub import run_hub, widen
+    from outergrad_lab.bench.hub import run_hub, widen
 
     # Otherwise gloo warns that the addresses of a namespace have no host names.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -180,7 +117,7 @@ def time_around_hub(plan: AroundHub) -> dict[str, dict[str, Any]]:
 
 def time_site(plan: AroundHub, folder: Path, site: int, place: Place) -> dict[str, Rounds]:
     """Runs one site, in a process of its own; returns its measurements by method."""
-    from outergrad_lab.bench.around_hub import say_done, star_at
+    from outergrad_lab.bench.hub import say_done, star_at
 
     place.enter()
     torch.set_num_threads(1)

@@ -36,7 +36,7 @@ from outergrad.methods.low_rank.memory import (
     residual_of,
     saved,
 )
-from outergrad.methods.low_rank.merging import Merging
+from outergrad.methods.low_rank.merging import Merging, RowsAndBias, Vectors
 from outergrad.methods.low_rank.prices import (
     WAYS,
     Prices,
@@ -49,7 +49,6 @@ from outergrad.methods.low_rank.prices import (
 from outergrad.methods.low_rank.settings import LowRankSettings
 from outergrad.methods.low_rank.sketches import AlternatingSketches, GlobalSketches
 from outergrad.methods.low_rank.triplets import Gathered
-from outergrad.methods.low_rank.vectors import RowsAndBias, Vectors
 from outergrad.methods.residuals import Remembering
 
 _GATHER_SITES = 2
