@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError  # pyright: ignore[reportPrivateImportUsage]
 
 from outergrad.launch.errors import RecipeError, SiteError
 from outergrad.launch.processes import error_text, run_processes

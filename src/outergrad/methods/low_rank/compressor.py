@@ -61,7 +61,7 @@ class LowRankCompressor(Remembering[Memory]):
 
     takes_plain = True
     exact = False
-    _memories: Memories  # type: ignore[assignment]  # set once, so that a narrower type is safe
+    _memories: Memories  # pyright: ignore[reportIncompatibleVariableOverride]
     _budget: Budget | None = None
     _owns: bool = True
     """True if layers may have owners, for which the transport needs an all-to-all."""

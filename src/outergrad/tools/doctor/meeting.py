@@ -15,7 +15,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
+from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]
+    DistStoreError,  # pyright: ignore[reportPrivateImportUsage]
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 from outergrad.launch.errors import RecipeError
 from outergrad.tools.doctor.findings import Finding, heard, named, note, ok, problem, warning
