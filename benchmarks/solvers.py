@@ -16,7 +16,8 @@ from typing import Any, get_args
 import torch
 
 from outergrad import Factors
-from outergrad.linalg.compress import SUBSPACE_ITERATIONS, Solver, choose_solver, compress
+from outergrad.linalg.compress import Solver, choose_solver, compress
+from outergrad.linalg.subspace import SUBSPACE_ITERATIONS
 
 ROWS = "8,16,32,64,128,256,512,1024,2048"
 WIDTHS = "128,512,1024,4096"

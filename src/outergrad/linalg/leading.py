@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from outergrad.linalg.compress import OVERSAMPLING, start
 from outergrad.linalg.orthonormal import orthonormal
 from outergrad.linalg.product import unscaled
+from outergrad.linalg.subspace import OVERSAMPLING, start
 
 _COLD_ITERATIONS = 3
 

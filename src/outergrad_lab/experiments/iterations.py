@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import torch
 
 from outergrad.launch.errors import RecipeError
-from outergrad.linalg.compress import OVERSAMPLING, compress
+from outergrad.linalg.compress import compress
 from outergrad.linalg.low_rank import LowRank
+from outergrad.linalg.subspace import OVERSAMPLING
 from outergrad_lab.experiments.capture import Captured, capture, formed
 from outergrad_lab.experiments.task import Context, at_least
 

@@ -7,10 +7,10 @@ import torch
 from spectra import SHAPES, best_error, cast, decaying, gradient, relative_error, with_spectrum
 
 from outergrad import Factors
-from outergrad.linalg.compress import subspace_iteration
 from outergrad.linalg.orthonormal import cholesky_qr2, orthonormal
 from outergrad.linalg.power import power_iteration
 from outergrad.linalg.product import cheapest, product
+from outergrad.linalg.subspace import subspace_iteration
 
 
 def loss_of_orthogonality(q_GWK: torch.Tensor) -> float:

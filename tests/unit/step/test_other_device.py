@@ -57,7 +57,7 @@ ALLOWED = {
     "LAPACK's decompositions say whether they failed": [
         "linalg/power.py:rayleigh_ritz",
         "linalg/low_rank.py:small_core",
-        "linalg/compress.py:warm_iteration",
+        "linalg/subspace.py:warm_iteration",
         "linalg/orthonormal.py:principal",
     ],
     "another, slower way is taken where numbers are not finite or out of range": [
@@ -67,7 +67,7 @@ ALLOWED = {
         "linalg/orthonormal.py:cholesky_qr2",
         "linalg/product.py:_scaled",
         "linalg/power.py:without_void",
-        "linalg/compress.py:start",
+        "linalg/subspace.py:start",
         "methods/low_rank/sketches.py:AlternatingSketches.begin",
         "methods/low_rank/sketches.py:AlternatingSketches.end",
         "methods/low_rank/merging.py:Merging._with_rest_of",

@@ -12,10 +12,10 @@ from torch.nn.functional import pad
 
 from outergrad.core.rounds import Sketches
 from outergrad.core.types import Factors, Gradient, Part, Slot
-from outergrad.linalg.compress import near_one, start
 from outergrad.linalg.orthonormal import orthonormal, principal
 from outergrad.linalg.outer import formed
 from outergrad.linalg.product import Product, Total, cheapest, total, unscaled
+from outergrad.linalg.subspace import near_one, start
 from outergrad.methods.low_rank.memory import Memories, Memory, compacted, residual_of
 from outergrad.methods.low_rank.settings import LowRankSettings
 

@@ -22,7 +22,7 @@ from outergrad.core.types import (
     StateDict,
     place_name,
 )
-from outergrad.linalg.compress import OVERSAMPLING, compress, start, warm_iteration
+from outergrad.linalg.compress import compress
 from outergrad.linalg.low_rank import LowRank
 from outergrad.linalg.outer import (
     apart,
@@ -35,6 +35,7 @@ from outergrad.linalg.outer import (
 )
 from outergrad.linalg.power import canonical
 from outergrad.linalg.product import cheapest, total, unscaled
+from outergrad.linalg.subspace import OVERSAMPLING, start, warm_iteration
 from outergrad.methods.common import without_silent_ids
 from outergrad.methods.low_rank.budget import Budget
 from outergrad.methods.low_rank.memory import (
