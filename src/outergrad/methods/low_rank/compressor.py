@@ -61,7 +61,7 @@ class LowRankCompressor(Remembering[Memory]):
 
     takes_plain = True
     exact = False
-    _memories: Memories  # pyright: ignore[reportIncompatibleVariableOverride]
+    _memories: Memories
     _budget: Budget | None = None
     _owns: bool = True
     """True if layers may have owners, for which the transport needs an all-to-all."""
@@ -75,7 +75,8 @@ class LowRankCompressor(Remembering[Memory]):
         self.wire, self.takes_vectors = settings.codecs, bool(settings.vectors)
         self._sums = not drops(settings.codecs) and not settings.vectors
         """True if sketches may be summed: not if codecs drop numbers or vectors have codecs."""
-        self._sizes, self._memories = Sizes(settings), Memories(packs=settings.packs)
+        self._sizes = Sizes(settings)
+        self._memories = Memories(packs=settings.packs)  # pyright: ignore[reportIncompatibleVariableOverride]
         self._gathered = Gathered(settings, self._memories, self._budget)
         self._vectors = Vectors(settings, self._memories)
         if settings.vectors:
