@@ -1,8 +1,9 @@
-"""Base class of the methods' compressors: what every method answers, most of it by default."""
+"""Protocol of the methods' compressors, and their base class: most answers have defaults."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence, Set
+from typing import Protocol
 
 from outergrad.core.blocks import Replays
 from outergrad.core.cost import CostModel, Whole
@@ -13,7 +14,7 @@ from outergrad.core.transport import Capability
 from outergrad.core.types import Link, Route, Unit
 
 
-class Compressor(GatheredPayload, ResidualStore):
+class Compressor(GatheredPayload, ResidualStore, Protocol):
     """The implementation of a method: one object for all of its units, with its own memory.
 
     What it sends is told by kind of payload: it is itself a `GatheredPayload` of rows or entries,

@@ -1,4 +1,4 @@
-"""What a method sends, by the kind of its payload: gathered, summed, or merged at an owner."""
+"""Kinds of payloads of a method: gathered, summed, or merged at an owner."""
 
 from __future__ import annotations
 
