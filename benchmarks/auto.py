@@ -28,8 +28,7 @@ from outergrad.core.compressor import Compressor
 from outergrad.core.protocols import Method
 from outergrad.core.types import Link, Route, Slot, Unit
 from outergrad.methods.auto.chooser import AutoChooser
-from outergrad.methods.auto.forecast import Forecaster, route_of
-from outergrad.methods.auto.knowledge import Arm
+from outergrad.methods.auto.ways import Arm, Forecaster, route_of
 from outergrad.methods.dense import DenseCompressor
 
 EXACT: Sequence[Method] = (og.Dense(), og.DAD())

@@ -25,8 +25,7 @@ from recording import Side
 import outergrad as og
 from outergrad._noise import RecentNoise
 from outergrad.launch.start import run_sites
-from outergrad.record.by_sample import SampleNorms
-from outergrad.record.overlaps import Overlaps
+from outergrad.record.gauge import Overlaps, SampleNorms
 
 _PARTS = {
     "noise scale": [(RecentNoise, "take"), (RecentNoise, "batches")],

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from outergrad import Factors
-from outergrad.linalg.canonical import canonical
+from outergrad.linalg.power import canonical
 
 SHAPES = [
     (32, 1024, 1024),

@@ -44,7 +44,7 @@ from outergrad.core.coding import (
     received,
     tensors,
 )
-from outergrad.linalg.small_core import small_core
+from outergrad.linalg.low_rank import small_core
 from outergrad.messages.layout import Layout
 from outergrad.messages.wire import Piece
 from outergrad.wire import BF16, Int2, Int3, Int4, Int8, TopK

@@ -25,7 +25,7 @@ import outergrad as og
 from outergrad.core.coding import received, sum_dtype
 from outergrad.linalg.outer import stack, weight_gradient
 from outergrad_lab.data import Dataset, load
-from outergrad_lab.training.optimizers import ADAM_EPS
+from outergrad_lab.training.job import ADAM_EPS
 from outergrad_lab.workloads import WORKLOADS, Workload
 
 SITES = 2

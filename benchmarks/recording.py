@@ -25,7 +25,7 @@ import outergrad as og
 from outergrad.launch.start import run_sites
 from outergrad.tools.named_methods.attach import Distributed, attach_of
 from outergrad_lab.data import synthetic
-from outergrad_lab.training.optimizers import ADAM_EPS
+from outergrad_lab.training.job import ADAM_EPS
 from outergrad_lab.workloads import WORKLOADS
 
 

@@ -3,7 +3,7 @@
     python benchmarks/recurrent.py
 
 Two sites of one thread on this machine, `og.RankDAD(rank=4)`; milliseconds per training step. From
-factors the gates are computed a second time; `_RECOMPUTED` in methods/low_rank/cost.py says what
+factors the gates are computed a second time; `_RECOMPUTED` in methods/low_rank/prices.py says what
 that costs. Its break-even is the largest share of the gradient's products that may be saved so that
 formed gradients are still chosen: they are, where it is above 1 / `_RECOMPUTED`.
 """
@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import outergrad as og
-from outergrad.methods.low_rank.cost import _THIN, Sizes
+from outergrad.methods.low_rank.prices import _THIN, Sizes
 
 METHOD = og.RankDAD(rank=4)
 SITES, WARMUP, STEPS, CLASSES = 2, 20, 40, 10

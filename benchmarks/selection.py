@@ -21,10 +21,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from outergrad.linalg.selection import above, entries_of, random_k, top_blocks, top_k
-from outergrad.linalg.sidco import exceeding, threshold
-from outergrad.linalg.tail_fits import FITS
-from outergrad.messages.places import block_nbytes, nbytes, packed, unpacked
+from outergrad.linalg.selection import (
+    FITS,
+    above,
+    blocks_of,
+    entries_of,
+    exceeding,
+    random_k,
+    threshold,
+    top_blocks,
+    top_k,
+)
+from outergrad.messages.places import nbytes, packed, unpacked
 from outergrad_lab.data import Dataset, Format, load
 from outergrad_lab.models import build_model
 from outergrad_lab.workloads import WORKLOADS
@@ -152,7 +160,7 @@ def print_bytes(rounds: int) -> None:
         places = random_k(ENTRIES, k, 0)
         content = packed(places, ENTRIES)
         bits = 8 * nbytes(ENTRIES, k) / k
-        of_blocks = 8 * block_nbytes(ENTRIES, k, BLOCK) / k
+        of_blocks = 8 * nbytes(-(-ENTRIES // BLOCK), blocks_of(ENTRIES, k, BLOCK)[0]) / k
         least = sum(-p * math.log2(p) for p in (density, 1 - density)) / density
         work: dict[str, Callable[[], object]] = {
             "packed": lambda places=places: packed(places, ENTRIES),

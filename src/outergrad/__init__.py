@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from outergrad.core.transform import GradientTransform, SampleRows, SiteGradient
     from outergrad.core.types import Call, Factors, Part, Slot
     from outergrad.layers import RULES
-    from outergrad.methods.auto.settings import Auto
+    from outergrad.methods.auto.chooser import Auto
     from outergrad.methods.dad import DAD
     from outergrad.methods.dense import Dense
     from outergrad.methods.edad import EDAD
@@ -99,7 +99,7 @@ _HOMES = {
     "core.transform": ("GradientTransform", "SampleRows", "SiteGradient"),
     "core.types": ("Call", "Factors", "Part", "Slot"),
     "layers": ("RULES",),
-    "methods.auto.settings": ("Auto",),
+    "methods.auto.chooser": ("Auto",),
     "methods.dad": ("DAD",),
     "methods.dense": ("Dense",),
     "methods.edad": ("EDAD",),

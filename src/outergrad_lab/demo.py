@@ -21,12 +21,11 @@ from torch import Tensor
 from outergrad._amounts import times
 from outergrad.launch.console import count, errors_in_one_line, step_bars
 from outergrad.launch.links import Place, ShapedLink, parse_link, places, what_is_missing
-from outergrad.launch.loopback import loopback_name, stay_on_loopback
 from outergrad.launch.processes import run_processes
 from outergrad.launch.start import TIMEOUT, number_of_sites, run_sites, under_torchrun
-from outergrad.launch.traffic import InterfaceCounter
+from outergrad.launch.traffic import InterfaceCounter, loopback_name, stay_on_loopback
 from outergrad.report import write_page
-from outergrad.report.verdict import USUAL_LINK, on_usual_link
+from outergrad.report.summary import USUAL_LINK, on_usual_link
 from outergrad_lab.data import Dataset, load
 from outergrad_lab.training.job import Job
 from outergrad_lab.training.recording import recorder_into

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from outergrad.comm.tags import tag_of
 from outergrad.comm.torch import TorchComm
+from outergrad.comm.work import tag_of
 from outergrad.messages.vote import WORDS
 from outergrad.step.groups import on_transport
 

@@ -29,8 +29,8 @@ from trials import METHODS, Trial, batch, build
 import outergrad as og
 import outergrad.comm.process_group
 from outergrad.comm.board import StoreBoard
-from outergrad.comm.tags import tag_of
 from outergrad.comm.torch import SEND, TorchComm
+from outergrad.comm.work import tag_of
 from outergrad.core.errors import BoardGoneError, ExchangeError
 from outergrad.messages.vote import WORDS
 from outergrad.step.digests import Digests

@@ -15,10 +15,8 @@ from torch import nn
 
 import outergrad as og
 from outergrad.comm.agree import broadcast_all
-from outergrad.comm.pace import LEAST_BYTES, Pace
-from outergrad.comm.tags import tag_of
 from outergrad.comm.torch import SEND, TorchComm
-from outergrad.comm.work import TorchWork
+from outergrad.comm.work import LEAST_BYTES, Pace, TorchWork, tag_of
 from outergrad.core.errors import ExchangeError
 from outergrad.launch.links import ShapedLink, what_is_missing
 from ranks import run_ranks

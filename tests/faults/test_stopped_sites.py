@@ -21,8 +21,8 @@ import outergrad as og
 from cases import mlp
 from covering import LONG
 from forked import IMPORTED, _Context
-from outergrad.launch.loopback import stay_on_loopback
 from outergrad.launch.simulate import gloo_group
+from outergrad.launch.traffic import stay_on_loopback
 from outergrad.step.deferred_votes import DeferredVotes
 from outergrad.step.watcher import Watcher
 

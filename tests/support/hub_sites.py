@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from outergrad.star import slots
-from outergrad.star.frames import Frame, Kind, MalformedError
-from outergrad.star.greetings import Hello
+from outergrad.star.frames import Frame, Hello, Kind, MalformedError
 from outergrad.star.hub import Hub
 from outergrad.star.window import Window
 

@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+from outergrad._aggregate import Watched
 from outergrad.events import Event, Layer, Run, Scalars, Step
 from outergrad.record.jsonl import JSONL
 
@@ -16,6 +17,7 @@ SHAPES = {
 }
 TRAVELS = {"encoder.0.weight": "low rank", "encoder.2.weight": "factors", "head.weight": "dense"}
 MACHINE = "Linux x86_64, 2 cores, 1 thread of PyTorch"
+START = 1.7e9
 DENSE_BYTES = 4 * sum(math.prod(shape) for shape in SHAPES.values())
 
 
@@ -99,3 +101,13 @@ def whole(rank: int, step: int, every: int, start: float) -> Step:
         wait_s=9e-3,
         noise_batches=2.5,
     )
+
+
+def watched(sites: int = 2, steps: int = 200, silent: dict[int, int] | None = None) -> Watched:
+    """A run while it goes on; the sites that fell silent did so after so many steps."""
+    run = Watched()
+    for rank in range(sites):
+        count = (silent or {}).get(rank, steps)
+        for event in events(rank, sites, count, 10, START):
+            run.take(event, heard=START + count / 10)
+    return run

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from forked import forked_processes
-from outergrad.launch.loopback import stay_on_loopback
 from outergrad.launch.processes import run_processes
+from outergrad.launch.traffic import stay_on_loopback
 
 T = TypeVar("T")
 SITES = 2

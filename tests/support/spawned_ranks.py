@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
 from cases import Boom, Events, mlp, relative_error
-from outergrad.launch.loopback import stay_on_loopback
+from outergrad.launch.traffic import stay_on_loopback
 
 BATCHES = torch.randn(4, 5, 12, generator=torch.Generator().manual_seed(1))
 METHODS: dict[str, Any] = {

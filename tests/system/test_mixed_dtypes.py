@@ -18,7 +18,7 @@ import outergrad as og
 from covering import covering
 from outergrad.comm import cost
 from outergrad.comm import torch as torch_comm
-from outergrad.comm.tags import SUMS_LANE
+from outergrad.comm.work import SUMS_LANE
 from ranks import run_on_lasting_groups
 from sites_apart import plain
 

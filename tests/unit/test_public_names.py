@@ -43,7 +43,6 @@ dist.destroy_process_group()
 NOT_BY_DEFAULT = {
     "outergrad.linalg.compress",
     "outergrad.methods.edad",
-    "outergrad.methods.entries",
     "outergrad.methods.low_rank",
     "outergrad.methods.powersgd",
     "outergrad.methods.rank_dad",

@@ -18,11 +18,10 @@ from torch.optim import Optimizer
 from outergrad._whole_files import write_whole
 from outergrad.checkpoint import claims
 from outergrad.checkpoint import folder as files
-from outergrad.checkpoint.choose import Allowed, Overview
+from outergrad.checkpoint.cast import Allowed, Overview, Restored
 from outergrad.checkpoint.folder import DamagedError, Save
 from outergrad.checkpoint.messaging import gathered
 from outergrad.checkpoint.parts import Parts, Saveable, set_random_state
-from outergrad.checkpoint.restored import Restored
 from outergrad.checkpoint.resume import GoingOn, found_by_all
 from outergrad.checkpoint.writer import Writer
 from outergrad.comm.agree import agree

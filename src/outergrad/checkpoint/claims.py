@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from outergrad.checkpoint.choose import Selection
+from outergrad.checkpoint.cast import Selection
 from outergrad.checkpoint.folder import Listing, Save, Seen
 
 T = TypeVar("T")

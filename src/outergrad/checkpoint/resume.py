@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outergrad.checkpoint import claims
-from outergrad.checkpoint.cast import Cast, with_lost
-from outergrad.checkpoint.choose import Allowed, Overview, Selection
+from outergrad.checkpoint.cast import Allowed, Cast, Overview, Restored, Selection, with_lost
 from outergrad.checkpoint.folder import DamagedError, Listing, Save, read_site, saves_in
 from outergrad.checkpoint.messaging import gathered, packed, swapped, unpacked
-from outergrad.checkpoint.restored import Restored
 from outergrad.comm.agree import agree
 from outergrad.core.transport import Comm
 from outergrad.core.types import StateDict

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from outergrad.checkpoint import claims
 from outergrad.checkpoint import folder as files
-from outergrad.checkpoint.folder import Save
+from outergrad.checkpoint.folder import Save, digests, tensors, without
 from outergrad.checkpoint.messaging import gathered
-from outergrad.checkpoint.tree import digests, tensors, without
 from outergrad.comm.agree import agree
 from outergrad.core.errors import ExchangeError
 from outergrad.core.transport import Comm

@@ -1,10 +1,12 @@
-"""The backends of a process group, and its store."""
+"""The backends of a process group, its store, and the host of that store."""
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 _LACKS = (RuntimeError, AttributeError, NotImplementedError)
 """Errors of a group that lacks something, also of one that is partly written in Python."""
@@ -45,3 +47,25 @@ def store_of(group: dist.ProcessGroup) -> Store | None:
         except (KeyError, TypeError):
             store = None
     return store
+
+
+USUAL_HOST = 0
+"""Rank that holds the store with torchrun and `env://`."""
+
+
+def ends_with(rank: int, store: Store) -> bool:
+    """True if a store ends with this process, which has that rank in the group."""
+    return _is_first(rank) and ends_with_a_site(store)
+
+
+def ends_with_a_site(store: Store) -> bool:
+    """True if a store may end with a site: unlike a file, or a store of torchrun's agent."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    return isinstance(store, TCPStore) and not is_agents
+
+
+def _is_first(rank: int) -> bool:
+    """True if this process holds the store, with `env://`."""
+    return (dist.get_rank() if dist.is_initialized() else rank) == USUAL_HOST

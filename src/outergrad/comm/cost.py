@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 
-from outergrad.core.compressor import Setup
+from outergrad.core.compressor import Compressor
 from outergrad.core.cost import CostModel, Traffic
 from outergrad.core.types import Link, Route
 
@@ -150,7 +150,7 @@ def adds_up(cost: CostModel, nbytes: int) -> bool:
     return isinstance(cost, RingCost) and cost.sites == 2 and 0 < nbytes <= cost.added_bytes
 
 
-def cost_of(compressor: Setup, sites: int) -> CostModel:
+def cost_of(compressor: Compressor, sites: int) -> CostModel:
     """Returns the cost model of a method: until it is attached, that of torch.distributed."""
     return compressor.cost or RingCost(sites)
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from outergrad.comm.cost import Collective, RingCost
-from outergrad.comm.tags import SUMS_LANE, tag_of
 from outergrad.comm.trace import Tracer
+from outergrad.comm.work import SUMS_LANE, tag_of
 from outergrad.core.cost import CostModel, Traffic
 from outergrad.core.transport import Board, Comm, Enough
 from outergrad.messages.wire import as_from

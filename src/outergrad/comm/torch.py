@@ -13,14 +13,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from outergrad.comm.backends import has_backend, is_gloo, store_of
+from outergrad.comm.backends import USUAL_HOST, ends_with, has_backend, is_gloo, store_of
 from outergrad.comm.board import StoreBoard
 from outergrad.comm.cost import ADDED_BYTES, RingCost
 from outergrad.comm.failure_mailbox import FailureMailbox
-from outergrad.comm.pace import AN_INSTANT, Pace
-from outergrad.comm.store_host import USUAL_HOST, ends_with
-from outergrad.comm.tags import CLOSING_TAG, SUMS_LANE, tag_of
-from outergrad.comm.work import Ready, TorchWork, failed, if_open, room, sum_into, transport
+from outergrad.comm.work import (
+    AN_INSTANT,
+    CLOSING_TAG,
+    SUMS_LANE,
+    Pace,
+    Ready,
+    TorchWork,
+    failed,
+    if_open,
+    room,
+    sum_into,
+    tag_of,
+    transport,
+)
 from outergrad.core.cost import CostModel
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.core.transport import Comm, Enough

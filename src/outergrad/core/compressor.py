@@ -1,4 +1,4 @@
-"""The protocol of a method's compressor, divided by subject."""
+"""Protocol of the methods' compressors, and their base class: most answers have defaults."""
 
 from __future__ import annotations
 
@@ -6,26 +6,36 @@ from collections.abc import Hashable, Sequence, Set
 from typing import Protocol
 
 from outergrad.core.blocks import Replays
-from outergrad.core.cost import CostModel
-from outergrad.core.payload import FACTOR_ROWS, Form, Payload
+from outergrad.core.cost import CostModel, Whole
 from outergrad.core.reasons import AutoWay, Why
 from outergrad.core.residual_store import ResidualStore
-from outergrad.core.rounds import Merger, Sketches
-from outergrad.core.step_size import Whole
+from outergrad.core.rounds import GatheredPayload, Merger, Sketches
 from outergrad.core.transport import Capability
-from outergrad.core.types import Link, Part, Route, Slot, Unit
-from outergrad.wire import Codec
+from outergrad.core.types import Link, Route, Unit
 
 
-class Setup(Protocol):
-    """Requirements of a method on the model and the transport; settled before the first step."""
+class Compressor(GatheredPayload, ResidualStore, Protocol):
+    """The implementation of a method: one object for all of its units, with its own memory.
+
+    What it sends is told by kind of payload: it is itself a `GatheredPayload` of rows or entries,
+    and has `sketches` for sums, a `merger` for rows that meet at an owner, and `replays` for
+    blocks. Members with a value or a body suit a method without memory and without choices; a
+    derived class implements the rest.
+    """
+
+    sketches: Sketches | None = None
+    """Sketches for units on `Route.REDUCE`."""
+    merger: Merger | None = None
+    """Merges the rows of a slot at its owner, on `Route.TWO_WAY`."""
+    replays: Replays = Replays()
+    """Parts of the model that all sites recompute instead of sending their gradients."""
+
+    # -- once, before the first step ------------------------------------------------------------
 
     takes_plain: bool = False
     """True if the method compresses weights without a rule, too, from their formed gradients."""
     takes_vectors: bool = False
     """True if the method compresses formed gradients of vectors, as matrices of one column."""
-    replays: Replays = Replays()
-    """Parts of the model that all sites recompute instead of sending their gradients."""
     needs: Set[Capability] = frozenset()
     """Transport capabilities that this method needs besides those that every method needs."""
     cost: CostModel | None = None
@@ -57,13 +67,9 @@ class Setup(Protocol):
     def settle_reduce(self, units: Sequence[Unit], sites: int, link: Link) -> None:
         """Fixes the route of low-rank gradients for good; the arguments are equal on all sites."""
 
-
-class Routing(Protocol):
-    """Choice of a unit's route in a step, from what all sites agreed on: alike on every site.
-
-    A block is a unit with one source, whose rows are the bytes that a site sends of it. Only a
-    method with `replays` is asked about blocks.
-    """
+    # -- route of a unit, from what all sites agreed on: alike on every site --------------------
+    # A block is a unit with one source, whose rows are the bytes that a site sends of it. Only a
+    # method with `replays` is asked about blocks.
 
     bucket_bytes: int
     """Payload bytes of a bucket from which on the next layer opens another one."""
@@ -92,61 +98,7 @@ class Routing(Protocol):
         """True if the layers should capture factors in a forward with these row counts."""
         ...
 
-
-class Encoding(Protocol):
-    """Payloads of slots: their size, agreed before they are computed, and their content."""
-
-    form: Form = FACTOR_ROWS
-    """Kind of payload that `compress` returns."""
-    wire: tuple[Codec, ...] = ()
-    """Codecs from the settings; `codecs` may override them for a slot."""
-    exact: bool = True
-    """True if the product of the sent rows is the gradient, apart from codecs."""
-    adapts: bool = True
-    """True if `sent_rows` also depends on the `wanted_rows` that the sites have sent."""
-    sketches: Sketches | None = None
-    """Sketches for units on `Route.REDUCE`."""
-    merger: Merger | None = None
-    """Merges the rows of a slot at its owner, on `Route.TWO_WAY`."""
-
-    def sent_rows(self, slot: Slot, rows: int, site: int) -> int:
-        """R, the number of rows on the wire for N rows on a site; known before they are computed.
-
-        A formed gradient counts as O rows. Payloads of another form count entries.
-        """
-        ...
-
-    def wanted_rows(self, slot: Slot) -> int:
-        """R that this site would like to send in the next step; it travels in the preamble."""
-        return 0
-
-    def agree(self, slot: Slot, site: int, rows: int) -> None:
-        """Stores the `wanted_rows` that a site (this one included) has sent."""
-
-    def payload_bytes(self, slot: Slot, count: int) -> int:
-        """Approximate size in bytes of a payload of `count` rows, all numbers taken as float32."""
-        width = slot.groups * (slot.inputs * (not slot.lookup) + slot.outputs)
-        return 4 * width * count
-
-    def codecs(self, slot: Slot) -> tuple[Codec, ...]:
-        """Codecs for the deltas and activations of a slot; an empty tuple leaves them unchanged."""
-        return self.wire
-
-    def sends_bias(self, slot: Slot) -> bool:
-        """True if `Factors.b_GO` is sent; otherwise receivers sum the deltas."""
-        ...
-
-    def compress(self, parts: Sequence[Part]) -> Sequence[Payload]:
-        """Returns a payload for each part of a message, in the order of the parts.
-
-        A payload of rows has exactly `Part.rows` rows; an exact method keeps their product. The
-        parts are of different slots, so that similar ones may be computed together.
-        """
-        ...
-
-
-class Description(Protocol):
-    """Texts for the coverage table."""
+    # -- texts of the coverage table ------------------------------------------------------------
 
     why: Why = Why.LOW_RANK
     """Reason shown for a unit that travels compressed."""
@@ -160,11 +112,3 @@ class Description(Protocol):
     def reveals(self, unit: Unit) -> str:
         """Describes what the other sites can learn from the unit's factors."""
         ...
-
-
-class Compressor(Setup, Routing, Encoding, ResidualStore, Description, Protocol):
-    """The implementation of a method: one object for all of its units, with its own memory.
-
-    Members with a default value or body suit a method without memory and without choices; a
-    derived class implements the rest.
-    """

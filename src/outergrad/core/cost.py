@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
+
+import torch
 
 from outergrad.core.types import Route
 
@@ -69,3 +72,17 @@ class CostModel(Protocol):
     def delays(self, way: Route) -> int:
         """Delays of a low-rank message on a route, counted in delays of a short all-gather."""
         ...
+
+
+class Whole(NamedTuple):
+    """Sizes of a model's parameters and of the fixed messages of a step.
+
+    Attributes:
+        params: size of each trained parameter in bytes, by name.
+        dtypes: dtype of each trained parameter, by name.
+        control: bytes of a header and a vote, to each site.
+    """
+
+    params: Mapping[str, int]
+    dtypes: Mapping[str, torch.dtype]
+    control: int

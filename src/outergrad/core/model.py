@@ -192,7 +192,7 @@ class Compressors:
 
     @property
     def phases(self) -> list[Hashable]:
-        """`Routing.phase` of each compressor: the state that its decisions depend on."""
+        """`phase` of each compressor: the state that its decisions depend on."""
         return [compressor.phase for compressor, _ in self._units_of]
 
     def begin(self, step: int, sites: int) -> bool:

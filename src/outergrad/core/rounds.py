@@ -1,4 +1,4 @@
-"""Computations of methods between message rounds: sums of sketches, and merging at an owner."""
+"""Kinds of payloads of a method: gathered, summed, or merged at an owner."""
 
 from __future__ import annotations
 
@@ -7,8 +7,57 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from outergrad.core.payload import Arrived
-from outergrad.core.types import Factors, Gradient, Slot
+from outergrad.core.payload import FACTOR_ROWS, Arrived, Form, Payload
+from outergrad.core.types import Factors, Gradient, Part, Slot
+from outergrad.wire import Codec
+
+
+class GatheredPayload(Protocol):
+    """Payloads that all sites gather: their size, agreed before they are computed, and content."""
+
+    form: Form = FACTOR_ROWS
+    """Kind of payload that `compress` returns."""
+    wire: tuple[Codec, ...] = ()
+    """Codecs from the settings; `codecs` may override them for a slot."""
+    exact: bool = True
+    """True if the product of the sent rows is the gradient, apart from codecs."""
+    adapts: bool = True
+    """True if `sent_rows` also depends on the `wanted_rows` that the sites have sent."""
+
+    def sent_rows(self, slot: Slot, rows: int, site: int) -> int:
+        """R, the number of rows on the wire for N rows on a site; known before they are computed.
+
+        A formed gradient counts as O rows. Payloads of another form count entries.
+        """
+        ...
+
+    def wanted_rows(self, slot: Slot) -> int:
+        """R that this site would like to send in the next step; it travels in the preamble."""
+        return 0
+
+    def agree(self, slot: Slot, site: int, rows: int) -> None:
+        """Stores the `wanted_rows` that a site (this one included) has sent."""
+
+    def payload_bytes(self, slot: Slot, count: int) -> int:
+        """Approximate size in bytes of a payload of `count` rows, all numbers taken as float32."""
+        width = slot.groups * (slot.inputs * (not slot.lookup) + slot.outputs)
+        return 4 * width * count
+
+    def codecs(self, slot: Slot) -> tuple[Codec, ...]:
+        """Codecs for the deltas and activations of a slot; an empty tuple leaves them unchanged."""
+        return self.wire
+
+    def sends_bias(self, slot: Slot) -> bool:
+        """True if `Factors.b_GO` is sent; otherwise receivers sum the deltas."""
+        ...
+
+    def compress(self, parts: Sequence[Part]) -> Sequence[Payload]:
+        """Returns a payload for each part of a message, in the order of the parts.
+
+        A payload of rows has exactly `Part.rows` rows; an exact method keeps their product. The
+        parts are of different slots, so that similar ones may be computed together.
+        """
+        ...
 
 
 class Sketches(Protocol):

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outergrad.launch.errors import RecipeError
-from outergrad.launch.loopback import loopback_name
-from outergrad.launch.namespaces import INTERFACE, MOST_SITES, has_netem, namespaces
-from outergrad.launch.relay import can_relay
+from outergrad.launch.namespaces import INTERFACE, MOST_SITES, can_relay, has_netem, namespaces
+from outergrad.launch.traffic import loopback_name
 
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _TIME_UNITS = {"ms": 1e-3, "s": 1.0}

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
 from outergrad.launch.errors import RecipeError, SiteError
-from outergrad.launch.loopback import on_loopback
 from outergrad.launch.processes import error_text
+from outergrad.launch.traffic import on_loopback
 from outergrad.step.groups import Sessions, on_transport
 
 T = TypeVar("T")

@@ -1,8 +1,12 @@
 """Starts the sites: as processes of this machine, or as torchrun has started them."""
 
+from __future__ import annotations
+
 import os
+import secrets
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -10,11 +14,99 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError  # pyright: ignore[reportPrivateImportUsage]
 
-from outergrad.launch.elastic import fresh_store, shared_store
 from outergrad.launch.errors import RecipeError, SiteError
-from outergrad.launch.loopback import stay_on_loopback
 from outergrad.launch.processes import error_text, run_processes
+from outergrad.launch.traffic import stay_on_loopback
+
+_POLL_S = 0.02
+_SERVED = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+def shared_store(environment: Mapping[str, str], timeout: timedelta) -> Store:
+    """Returns the store of torchrun's agent, or the one of site 0 if the agent has none.
+
+    Raises:
+        RecipeError: The environment lacks the store's address, its port is taken, or nobody
+            answers.
+    """
+    if "MASTER_ADDR" not in environment or "MASTER_PORT" not in environment:
+        raise RecipeError("RANK is set but MASTER_ADDR or MASTER_PORT is not: set them to site 0's")
+    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    holds = environment["RANK"] == "0" and environment.get(_SERVED) != "True"
+    try:
+        return TCPStore(address, port, int(environment["WORLD_SIZE"]), holds, timeout)
+    except DistNetworkError as error:
+        if "EADDRINUSE" in str(error):
+            raise RecipeError(
+                f"port {port} is taken by another program: choose another MASTER_PORT, the same "
+                f"at every site"
+            ) from None
+        raise RecipeError(
+            f"site {environment['RANK']} does not reach site 0 at {address}:{port}: start it, and "
+            f"let `outergrad doctor` look at what is between them"
+        ) from None
+
+
+def fresh_store(store: Store, rank: int, sites: int, timeout: timedelta) -> Store:
+    """Returns a prefix of a store in which an earlier start of the same sites has left nothing.
+
+    All starts share one store since PyTorch 2.5 (pytorch/pytorch#135712), so that gloo may take
+    the addresses of sites that have ended. How often each machine has restarted its sites need
+    not be the same on all of them. Site 0 therefore draws a name for this start and gives it to
+    the other sites. Each of them recognises by a random token of its own that the name is meant
+    for this start.
+
+    Args:
+        store: Shared by all sites and all starts.
+        rank: Rank of this site.
+        sites: Number of sites.
+        timeout: How long to wait for the other sites.
+
+    Raises:
+        TimeoutError: The other sites have not come.
+    """
+    end = time.monotonic() + timeout.total_seconds()
+    name = _give(store, sites, end) if rank == 0 else _take(store, rank, end)
+    return PrefixStore(f"outergrad/{name}", store)
+
+
+def _give(store: Store, sites: int, end: float) -> str:
+    name, missing = secrets.token_hex(8), set(range(1, sites))
+    while missing:
+        for rank in missing:
+            if store.check([_key("asks", rank)]):
+                store.set(_key("told", rank), store.get(_key("asks", rank)).decode() + name)
+        missing = {rank for rank in missing if _read(store, _key("took", rank)) != name}
+        _pause(end, f"site 0 has waited for sites {sorted(missing)}")
+    return name
+
+
+def _take(store: Store, rank: int, end: float) -> str:
+    own = secrets.token_hex(8)
+    store.set(_key("asks", rank), own)
+    while not (told := _read(store, _key("told", rank))).startswith(own):
+        _pause(end, f"site {rank} has waited for site 0")
+    name = told.removeprefix(own)
+    store.set(_key("took", rank), name)
+    return name
+
+
+def _key(word: str, rank: int) -> str:
+    return f"outergrad/{word}/{rank}"
+
+
+def _read(store: Store, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _pause(end: float, waits: str) -> None:
+    if time.monotonic() > end:
+        raise TimeoutError(f"{waits} in vain")
+    time.sleep(_POLL_S)
+
 
 T = TypeVar("T")
 

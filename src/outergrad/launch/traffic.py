@@ -1,10 +1,43 @@
-"""Bytes and packets sent through a network interface."""
+"""Network interfaces: the loopback of one machine, and the bytes that passed one."""
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psutil
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def loopback_name() -> str | None:
+    """Returns the name of the interface that holds 127.0.0.1; None if not known."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.family == socket.AF_INET and a.address == "127.0.0.1" for a in addresses):
+            return name
+    return None
+
+
+def stay_on_loopback() -> None:
+    """Keeps gloo's sockets on this machine, unless the user chose an interface."""
+    if name := loopback_name():
+        os.environ.setdefault(_INTERFACE, name)
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Keeps gloo's sockets on this machine inside the block, as `stay_on_loopback`."""
+    chosen = _INTERFACE in os.environ
+    stay_on_loopback()
+    try:
+        yield
+    finally:
+        if not chosen:
+            os.environ.pop(_INTERFACE, None)
+
 
 HEADER_BYTES = 66
 """Ethernet, IP and TCP headers of one packet, with TCP's timestamps: 14 + 20 + 32.

@@ -7,10 +7,9 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from outergrad.core.types import Factors, Gradient
-from outergrad.linalg.low_rank import LowRank
+from outergrad.linalg.low_rank import LowRank, small_core
 from outergrad.linalg.outer import added, shape_of
 from outergrad.linalg.power import POWER_ITERATIONS, power_iteration
-from outergrad.linalg.small_core import small_core
 from outergrad.linalg.subspace import (
     OVERSAMPLING,
     SUBSPACE_ITERATIONS,

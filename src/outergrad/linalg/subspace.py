@@ -11,8 +11,7 @@ from outergrad.core.types import Factors, Gradient
 from outergrad.linalg.low_rank import LowRank
 from outergrad.linalg.orthonormal import orthonormal
 from outergrad.linalg.power import gaussian_probe, rayleigh_ritz, without_void
-from outergrad.linalg.product import Product, cheapest, product, unscaled
-from outergrad.linalg.total import Total, total
+from outergrad.linalg.product import Product, Total, cheapest, product, total, unscaled
 
 SUBSPACE_ITERATIONS = 3
 WARM_ITERATIONS = 1

@@ -16,8 +16,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from outergrad.linalg.selection import blocks_of
-
 _BITMAP = -1
 
 
@@ -80,27 +78,6 @@ def unpacked(content: Tensor, n: int, k: int) -> Tensor:
     if (wrong := _objection(indices_K, n)) is not None:
         raise ValueError(f"places {wrong}, of {k} below {n}")
     return indices_K
-
-
-def block_nbytes(n: int, k: int, block: int) -> int:
-    """Bytes of the places of `top_blocks(flat, k, block)`, as numbers of blocks.
-
-    Raises:
-        ValueError: as `blocks_of`.
-    """
-    chosen, _ = blocks_of(n, k, block)
-    return nbytes(-(-n // block), chosen)
-
-
-def packed_blocks(blocks_B: Tensor, n: int, block: int) -> Tensor:
-    """Encodes numbers of blocks of a gradient of n entries as bytes; raises as `packed`."""
-    return packed(blocks_B, -(-n // block))
-
-
-def unpacked_blocks(content: Tensor, n: int, k: int, block: int) -> Tensor:
-    """Decodes numbers of blocks for `selection.entries_of`; raises as `unpacked`."""
-    chosen, _ = blocks_of(n, k, block)
-    return unpacked(content, -(-n // block), chosen)
 
 
 @lru_cache(maxsize=4096)

@@ -12,8 +12,8 @@ from outergrad.core.blocks import UNSENDABLE, Replays
 from outergrad.core.coding import Wire, stacked
 from outergrad.core.compressor import Compressor
 from outergrad.core.types import Factors, Gradient, Part, Route, Slot, Unit
-from outergrad.linalg.canonical import canonical
 from outergrad.linalg.outer import row_sum
+from outergrad.linalg.power import canonical
 from outergrad.methods.common import (
     Settings,
     bias_bytes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,18 +18,23 @@ from outergrad.core.types import (
     Gradient,
     Inheritance,
     Part,
-    Place,
     Route,
     Slot,
     StateDict,
     Unit,
-    place_name,
 )
 from outergrad.linalg.gradients import as_tensor
 from outergrad.linalg.outer import formed
 from outergrad.messages.wire import Piece
 from outergrad.methods.common import FLOAT_BYTES, dense_bytes
-from outergrad.methods.residuals import ByPlace, inherited_residual, saved_residual
+from outergrad.methods.residuals import (
+    ByPlace,
+    Remembering,
+    Saved,
+    inherited_memories,
+    inherited_residual,
+    saved_residual,
+)
 
 
 class MatrixCompressor(Compressor):
@@ -70,7 +75,7 @@ class MatrixCompressor(Compressor):
         return self.forced or shared < dense_bytes(unit, cost)
 
 
-class FormedCompressor(MatrixCompressor):
+class FormedCompressor(MatrixCompressor, Remembering[Tensor]):
     """Sends a payload of each formed gradient; error feedback adds its error to the next gradient.
 
     A subclass gives the `form` of its payload and writes `encode` and `reveals`. It also writes
@@ -83,7 +88,7 @@ class FormedCompressor(MatrixCompressor):
     bucket_bytes = 1 << 16
 
     def __init__(self) -> None:
-        self._unsent = ByPlace[Tensor](lambda residual: residual)
+        self._memories = ByPlace[Tensor](lambda residual: residual)
 
     @abstractmethod
     def encode(self, slot: Slot, due_GOI: Tensor, count: int) -> Payload:
@@ -112,62 +117,33 @@ class FormedCompressor(MatrixCompressor):
         return [self._compressed(*part) for part in parts]
 
     def _compressed(self, slot: Slot, gradient: Gradient, count: int) -> Payload:
-        due_GOI = formed(gradient, self._unsent[slot])
+        due_GOI = formed(gradient, self._memories[slot])
         payload = self.encode(slot, due_GOI, count)
         arrives = as_tensor(
             self.form.read([t for t in payload if isinstance(t, Tensor)], slot, count)
         )
         residual = due_GOI - arrives.to(due_GOI.dtype)
         if math.isfinite(residual.sum().item()):  # with infinities the old one stays
-            self._unsent[slot] = residual
+            self._memories[slot] = residual
         return payload
 
-    def keep_before(self, places: Collection[Place]) -> None:
-        """Keeps the residuals of before the last committed step until `decide`."""
-        self._unsent.keep_before(places)
+    # -- residuals ------------------------------------------------------------------------------
 
-    def decide(self, places: Collection[Place], *, used: bool) -> None:
-        """Drops what `keep_before` kept, or restores it if the gradients were not used."""
-        self._unsent.decide(places, used=used)
+    def _unsent(self, slot: Slot, memory: Tensor) -> Tensor:
+        return memory
 
-    # -- change of the method -------------------------------------------------------------------
+    def _added(self, slot: Slot, residual: Gradient) -> Tensor:
+        return formed(residual, self._memories[slot])
 
-    def remembers(self, unit: Unit) -> bool:
-        """Returns True: what is not sent is kept for all units."""
-        return True
-
-    def hand_over(self, slots: Sequence[Slot]) -> dict[Slot, Gradient]:
-        """Returns and forgets the residuals of these slots."""
-        return dict(self._unsent.take_out(slots))
-
-    def take_over(self, slot: Slot, residual: Gradient) -> None:
-        """Adds a residual to the slot's own one, if there is one."""
-        self._unsent.put(slot, formed(residual, self._unsent[slot]))
-
-    # -- residuals, state of a checkpoint --------------------------------------------------------
-
-    def residual(self, slot: Slot) -> Gradient | None:
-        """Returns the part of the gradients so far that has not been sent."""
-        return self._unsent[slot]
-
-    def commit(self, *, applied: bool) -> None:
-        """Keeps the residuals of the step if it is applied, those of before it otherwise."""
-        self._unsent.commit(applied=applied)
-
-    def state(self) -> StateDict:
-        """Returns the residuals of this site, by place."""
-        held = self._unsent.held().items()
-        memories = {place_name(place): saved_residual(residual) for place, residual in held}
-        return {"own": {"memories": memories}}
+    def _saved(self, memory: Tensor) -> StateDict:
+        return saved_residual(memory)
 
     def load(self, inheritance: Inheritance) -> None:
         """Continues from the saved residuals that this site takes over."""
-        old = [state["own"]["memories"] for state in inheritance.residual]
-        held: dict[str, Tensor] = {}
-        for name in dict.fromkeys(name for memories in old for name in memories):
-            parts = [memories[name] for memories in old if name in memories]
-            residual = inherited_residual(parts, inheritance.weight)
-            if residual is not None:
-                assert not isinstance(residual, Factors)
-                held[name] = residual
-        self._unsent.replace({inheritance.place_of[name]: r for name, r in held.items()})
+        self._memories.replace(inherited_memories(inheritance, _inherited))
+
+
+def _inherited(parts: Sequence[Saved], weight: float) -> Tensor | None:
+    residual = inherited_residual(parts, weight)
+    assert not isinstance(residual, Factors)
+    return residual

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from outergrad.core.types import Factors, Gradient, Place, Slot, StateDict
+from outergrad.core.compressor import Compressor
+from outergrad.core.types import (
+    Factors,
+    Gradient,
+    Inheritance,
+    Place,
+    Slot,
+    StateDict,
+    Unit,
+    place_name,
+)
 from outergrad.linalg.outer import product_of, stack
 
 M = TypeVar("M")
+
+Saved = Mapping[str, Any]
+"""Saved memory of one place on one site."""
 
 
 class ByPlace(Generic[M]):
@@ -60,17 +74,12 @@ class ByPlace(Generic[M]):
         for changes in (self._next, self._before, self._tentative):
             changes.clear()
 
-    def put(self, slot: Slot, memory: M) -> None:
-        """Sets the memory of a slot at once; only between two steps."""
-        self._before.setdefault(slot.place, self[slot])
-        self._held[slot.place] = memory
-
-    def take_out(self, slots: Sequence[Slot]) -> dict[Slot, M]:
-        """Removes the memories of these slots and returns them; only between two steps."""
-        found = {slot: self._held.pop(slot.place) for slot in slots if slot.place in self._held}
-        for slot, memory in found.items():
-            self._before.setdefault(slot.place, memory)
-        return found
+    def put(self, slot: Slot, memory: M | None) -> None:
+        """Sets the memory of a slot at once, or removes it; only between two steps."""
+        before = self._held.pop(slot.place, None)
+        self._before.setdefault(slot.place, before)
+        if memory is not None:
+            self._held[slot.place] = memory
 
     def commit(self, *, applied: bool) -> None:
         """Applies the memories that the step has set, or discards them."""
@@ -101,8 +110,93 @@ class ByPlace(Generic[M]):
                     self._held[place] = kept
 
 
-Saved = Mapping[str, Any]
-"""Saved memory of one place on one site."""
+class Remembering(Compressor, Generic[M]):
+    """Compressor with error feedback: it has a memory of each slot, part of which is the residual.
+
+    A subclass sets `_memories`, says what of a memory is unsent, how more is added to it and how it
+    is saved, and writes `load`.
+    """
+
+    _memories: ByPlace[M]
+
+    @abstractmethod
+    def _unsent(self, slot: Slot, memory: M) -> Gradient | None:
+        """Returns the residual in a memory of the slot."""
+        ...
+
+    @abstractmethod
+    def _added(self, slot: Slot, residual: Gradient) -> M:
+        """Returns the slot's memory with a residual added to its own one."""
+        ...
+
+    def _without_unsent(self, memory: M) -> M | None:
+        """Returns what stays of a memory whose residual is handed over."""
+        return None
+
+    def residual(self, slot: Slot) -> Gradient | None:
+        """Returns what error feedback adds to the gradient of the next step; None for nothing."""
+        memory = self._memories[slot]
+        return None if memory is None else self._unsent(slot, memory)
+
+    def commit(self, *, applied: bool) -> None:
+        """Keeps the memories of the step if it is applied, those of before it otherwise."""
+        self._memories.commit(applied=applied)
+
+    def keep_before(self, places: Collection[Place]) -> None:
+        """Keeps the residuals of before the last committed step until `decide`."""
+        self._memories.keep_before(places)
+
+    def decide(self, places: Collection[Place], *, used: bool) -> None:
+        """Drops what `keep_before` kept, or restores it if the gradients were not used."""
+        self._memories.decide(places, used=used)
+
+    def remembers(self, unit: Unit) -> bool:
+        """Returns True: what is not sent is kept for all units."""
+        return True
+
+    def hand_over(self, slots: Sequence[Slot]) -> dict[Slot, Gradient]:
+        """Returns and forgets the residuals of these slots."""
+        found: dict[Slot, Gradient] = {}
+        for slot in slots:
+            memory, residual = self._memories[slot], self.residual(slot)
+            if memory is not None and residual is not None:
+                found[slot] = residual
+                self._memories.put(slot, self._without_unsent(memory))
+        return found
+
+    def take_over(self, slot: Slot, residual: Gradient) -> None:
+        """Adds a residual to the slot's own one, if there is one."""
+        self._memories.put(slot, self._added(slot, residual))
+
+    def state(self) -> StateDict:
+        """Returns the memories of this site, by place."""
+        held = self._memories.held().items()
+        return {"own": {"memories": {place_name(place): self._saved(m) for place, m in held}}}
+
+    @abstractmethod
+    def _saved(self, memory: M) -> StateDict:
+        """Returns the state of a memory."""
+        ...
+
+
+def inherited_memories(
+    inheritance: Inheritance, inherited: Callable[[Sequence[Saved], float], M | None]
+) -> dict[Place, M]:
+    """Returns the memories of a site that continues from saved states, by place.
+
+    Args:
+        inheritance: Saved states, and what the site takes over of them.
+        inherited: Returns the memory of a place from the saved ones of several sites and the factor
+            of every residual; None for none.
+    """
+    old = [state["own"]["memories"] for state in inheritance.residual]
+    held: dict[Place, M] = {}
+    for name in dict.fromkeys(name for memories in old for name in memories):
+        parts = [memories[name] for memories in old if name in memories]
+        memory = inherited(parts, inheritance.weight)
+        if memory is not None:
+            held[inheritance.place_of[name]] = memory
+    return held
 
 
 def saved_residual(residual: Gradient | None) -> StateDict:

@@ -2,14 +2,117 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, cast, get_args
 
-from outergrad.methods.entries.compressor import SparseCompressor
-from outergrad.methods.entries.settings import SparseSettings
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from outergrad.core.coding import Codecs, Field, Wire, drops, nbytes, received
+from outergrad.core.payload import Entries, Payload
+from outergrad.core.reasons import Why
+from outergrad.core.rounds import Sketches
+from outergrad.core.types import (
+    Factors,
+    Gradient,
+    Inheritance,
+    Part,
+    Route,
+    Slot,
+    StateDict,
+    Unit,
+    place_name,
+)
+from outergrad.linalg.finite import is_finite
+from outergrad.linalg.outer import formed, widened
+from outergrad.linalg.selection import above, blocks_of, entries_of, leading_blocks, random_k, top_k
+from outergrad.messages import places
+from outergrad.methods.common import Settings, require
+from outergrad.methods.formed import MatrixCompressor
+from outergrad.methods.residuals import (
+    ByPlace,
+    Remembering,
+    Saved,
+    inherited_memories,
+    inherited_residual,
+    saved_residual,
+)
+
+_WIDTH = 256
+"""Largest number of values in a row for codecs: `og.wire.Int8` has one step per row."""
+
+
+@dataclass(frozen=True)
+class EntriesForm:
+    """Values, and the places of their blocks as bytes.
+
+    Attributes:
+        block: Entries of a block; 1 where each entry has a place of its own.
+    """
+
+    block: int = 1
+
+    def fields(
+        self, slot: Slot, count: int, dtype: torch.dtype, bias: torch.dtype | None, codecs: Codecs
+    ) -> list[Field]:
+        """Returns the fields: values, in rows for codecs, and places unless all are sent."""
+        size = places.nbytes(*self.blocks(slot, count))
+        of_places = [Field((size,), torch.uint8)] if size else []
+        return [Field(value_shape(count, coded=bool(codecs)), dtype, codecs), *of_places]
+
+    def payload(self, values_K: Tensor, blocks_B: Tensor, slot: Slot, codecs: Codecs) -> Payload:
+        """Returns the payload of the entries of these blocks."""
+        blocks, chosen = self.blocks(slot, len(values_K))
+        values = in_rows(values_K) if codecs else values_K
+        return [values] if chosen == blocks else [values, places.packed(blocks_B, blocks)]
+
+    def read(self, tensors: Sequence[Tensor], slot: Slot, count: int) -> Entries:
+        """Returns the entries.
+
+        Raises:
+            ValueError: The bytes are not those of valid places.
+        """
+        values_K, *content = tensors[0].flatten()[:count], *tensors[1:]
+        packed = (
+            content[0] if content else torch.empty(0, dtype=torch.uint8, device=values_K.device)
+        )
+        blocks_B = places.unpacked(packed, *self.blocks(slot, count))
+        shape = slot.groups, slot.outputs, slot.inputs
+        return Entries(values_K, self.places(blocks_B, slot.numel), shape)
+
+    def places(self, blocks_B: Tensor, numel: int) -> Tensor:
+        """Returns the places of all entries of these blocks."""
+        return blocks_B if self.block == 1 else entries_of(blocks_B, numel, self.block)
+
+    def blocks(self, slot: Slot, count: int) -> tuple[int, int]:
+        """Returns the number of blocks of a slot, and the number of blocks with `count` entries."""
+        return -(-slot.numel // self.block), -(-count // self.block)
+
+
+def value_shape(count: int, *, coded: bool) -> tuple[int, ...]:
+    """Returns (count,), or for codecs the shape of few rows of about equal length."""
+    rows = -(-count // _WIDTH)
+    return (rows, -(-count // rows)) if coded else (count,)
+
+
+def in_rows(values_K: Tensor) -> Tensor:
+    """Returns the values in rows for codecs, padded with zeros."""
+    rows, width = value_shape(len(values_K), coded=True)
+    return pad(values_K, (0, rows * width - len(values_K))).view(rows, width)
+
+
+Select = Literal["threshold", "topk", "blocks", "random", "random_blocks"]
+
+_FIRST_DENSITY = 0.25
+_STAGES = 4
+"""Stages of a warm-up; the density falls by the same factor from each to the next."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Sparse(SparseSettings):
+class Sparse(Settings):
     """Sites send a few entries of each weight gradient, and the others in later steps.
 
     Choose it where gradients have few large entries, or to compare with the literature on sparse
@@ -47,6 +150,282 @@ class Sparse(SparseSettings):
             each site sums up its gradients; their mean is shared (docs/methods.md).
     """
 
+    density: float = 0.01
+    select: Select = "threshold"
+    block: int = 64
+    error_feedback: bool = True
+    momentum: float = 0.0
+    warmup: int = 0
+    seed: int = 0
+    wire: Wire = ()
+    always: bool = False
+    bucket_bytes: int = 1 << 16
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 < self.density <= 1, self, "density", "a number in (0, 1]")
+        require(self.select in get_args(Select), self, "select", f"one of {get_args(Select)}")
+        require(self.block >= 1, self, "block", "1 or more")
+        require(0 <= self.momentum < 1, self, "momentum", "a number in [0, 1)")
+        remembers = self.error_feedback or not self.momentum
+        require(remembers, self, "momentum", "0 without error_feedback: momentum is remembered")
+        require(self.warmup >= 0, self, "warmup", "a number of steps, 0 for none")
+        picks = any(codec.picks for codec in self.codecs)
+        require(not picks, self, "wire", "codecs that keep all values: density= leaves some out")
+        summable = not self.sums or not drops(self.codecs)
+        why = f"BF16() at most: select={self.select!r} adds up what is sent"
+        require(summable, self, "wire", why)
+
+    @property
+    def codecs(self) -> Codecs:
+        """Codecs of `wire`, as a tuple."""
+        return cast(Codecs, self.wire)
+
+    def density_at(self, step: int) -> float:
+        """Returns the density of a shared step, by its number: higher during the warm-up."""
+        if step >= self.warmup or self.density >= _FIRST_DENSITY:
+            return self.density
+        stage = step * _STAGES // self.warmup
+        return _FIRST_DENSITY * (self.density / _FIRST_DENSITY) ** (stage / _STAGES)
+
+    @property
+    def sums(self) -> bool:
+        """True if all sites select the same places, so that values can be summed."""
+        return self.select.startswith("random")
+
+    @property
+    def chosen_together(self) -> int:
+        """Number of consecutive entries that are sent or left out together."""
+        return self.block if self.select.endswith("blocks") else 1
+
     def compressor(self) -> SparseCompressor:
         """Returns a new compressor with these settings."""
         return SparseCompressor(self)
+
+
+_WHICH: dict[Select, str] = {
+    "threshold": "the largest",
+    "topk": "the largest",
+    "blocks": "in blocks of {block}",
+    "random": "the same on all sites",
+    "random_blocks": "in blocks of {block}, the same on all sites",
+}
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Memory of one slot, flattened.
+
+    Attributes:
+        residual_N: Entries that have not been sent.
+        velocity_N: Momentum of the gradients; None without momentum correction.
+    """
+
+    residual_N: Tensor
+    velocity_N: Tensor | None = None
+
+
+class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
+    """Sends a few entries of each weight gradient, and keeps the others as the residual."""
+
+    why = Why.SPARSE
+
+    def __init__(self, settings: Sparse) -> None:
+        self.settings, self.forced = settings, settings.always
+        self.bucket_bytes, self.wire = settings.bucket_bytes, settings.codecs
+        self.form = self._form = EntriesForm(settings.chosen_together)
+        self._memories = ByPlace[_Memory](lambda memory: memory)
+        self.sketches = SharedEntries(self, self._form) if settings.sums else None
+        self.way = Route.REDUCE if settings.sums else Route.GATHER
+        self.steps, self.phase = 0, settings.density_at(0)
+
+    # -- how many entries ---------------------------------------------------------------------
+
+    def count(self, slot: Slot) -> int:
+        """Returns K, the number of entries of a slot that are sent in this step."""
+        wanted = max(1, round(self.settings.density_at(self.steps) * slot.numel))
+        if wanted >= slot.numel:
+            return slot.numel
+        return blocks_of(slot.numel, wanted, self._form.block)[1]
+
+    def sent_rows(self, slot: Slot, rows: int, site: int) -> int:
+        """Returns K, equal for all sites that have a gradient; 0 for a site without one."""
+        return self.count(slot) if rows else 0
+
+    def payload_bytes(self, slot: Slot, count: int) -> int:
+        """Returns the bytes of the values, and of their places if these are sent."""
+        values = nbytes(self.wire, value_shape(count, coded=bool(self.wire)))
+        if self.sketches is not None:
+            return values
+        fields = self.form.fields(slot, count, torch.float32, None, ())
+        return values + sum(field.shape[0] for field in fields[1:])
+
+    # -- entries --------------------------------------------------------------------------------
+
+    def compress(self, parts: Sequence[Part]) -> list[Payload]:
+        """Returns the selected entries of each gradient plus its residual."""
+        return [self._compressed(*part) for part in parts]
+
+    def _compressed(self, slot: Slot, gradient: Gradient, count: int) -> Payload:
+        due_N, velocity_N = self.due(slot, gradient)
+        finite = is_finite(due_N)
+        blocks_B = self._chosen(due_N, count, finite=finite)
+        places_K = self._form.places(blocks_B, len(due_N))
+        values_K = due_N[places_K]
+        dtype = gradient.dtype if isinstance(gradient, Tensor) else values_K.dtype
+        if finite:
+            self.keep(slot, due_N, velocity_N, places_K, self.arriving(values_K, dtype))
+        return self._form.payload(values_K, blocks_B, slot, self.wire)
+
+    def _chosen(self, due_N: Tensor, count: int, *, finite: bool) -> Tensor:
+        """Returns the numbers of the selected blocks, sorted; of blocks of one entry, the places.
+
+        A threshold cannot be estimated if entries are not finite; `top_k` selects these first.
+        """
+        if count == len(due_N):
+            return torch.arange(-(-count // self._form.block), device=due_N.device)
+        if self._form.block > 1:
+            return leading_blocks(due_N, count, self._form.block)
+        estimates = self.settings.select == "threshold" and finite
+        return above(due_N, count) if estimates else top_k(due_N, count)
+
+    def due(self, slot: Slot, gradient: Gradient) -> tuple[Tensor, Tensor | None]:
+        """Returns the gradient plus the residual: new memory, flat, float32 or float64.
+
+        Returns:
+            With momentum correction `v = v + u` and `u = m u + g`, otherwise `v + g` and None.
+        """
+        memory, due_N = self._memories[slot], formed(gradient).flatten()
+        velocity_N = None
+        if self.settings.momentum:
+            before = None if memory is None else memory.velocity_N
+            velocity_N = due_N if before is None else due_N + self.settings.momentum * before
+            due_N = velocity_N.clone()
+        return due_N if memory is None else due_N.add_(memory.residual_N), velocity_N
+
+    def keep(
+        self,
+        slot: Slot,
+        due_N: Tensor,
+        velocity_N: Tensor | None,
+        places_K: Tensor,
+        arrives_K: Tensor,
+    ) -> None:
+        """Keeps the unsent part as the residual, and clears the momentum of the sent entries.
+
+        Args:
+            slot: The slot.
+            due_N: First result of `due`, finite; changed in place.
+            velocity_N: Second result of `due`.
+            places_K: Places of the entries that were sent.
+            arrives_K: Values of these entries as receivers decode them.
+        """
+        if not self.settings.error_feedback:
+            return
+        due_N[places_K] -= arrives_K
+        if velocity_N is not None:
+            velocity_N = velocity_N.index_fill(0, places_K, 0.0)
+        self._memories[slot] = _Memory(due_N, velocity_N)
+
+    def arriving(self, values_K: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the values as receivers decode them."""
+        if not self.wire:
+            return values_K.to(dtype).to(values_K.dtype)
+        rows = in_rows(values_K)
+        return received(self.wire, rows).flatten()[: len(values_K)].to(values_K.dtype)
+
+    def commit(self, *, applied: bool) -> None:
+        """Keeps the step's memories and counts it if it is applied, else discards them."""
+        self._memories.commit(applied=applied)
+        self.steps += applied
+        self.phase = self.settings.density_at(self.steps)
+
+    def remembers(self, unit: Unit) -> bool:
+        """True if error feedback is on."""
+        return self.settings.error_feedback
+
+    def _unsent(self, slot: Slot, memory: _Memory) -> Tensor:
+        return memory.residual_N.view(slot.groups, slot.outputs, slot.inputs)
+
+    def _added(self, slot: Slot, residual: Gradient) -> _Memory:
+        own, whole_N = self._memories[slot], formed(residual).flatten()
+        if own is None:
+            return _Memory(whole_N)
+        return replace(own, residual_N=own.residual_N + whole_N)
+
+    def state(self) -> StateDict:
+        """Returns, under "common", what is equal on all sites and, under "own", what is not."""
+        return {"common": {"sparse": {"steps": self.steps}}, **super().state()}
+
+    def _saved(self, memory: _Memory) -> StateDict:
+        velocity = {} if memory.velocity_N is None else {"unsent_velocity": memory.velocity_N}
+        return {**saved_residual(memory.residual_N), **velocity}
+
+    def load(self, inheritance: Inheritance) -> None:
+        """Continues from the saved residuals that this site takes over."""
+        self.steps = inheritance.first["common"]["sparse"]["steps"]
+        self.phase = self.settings.density_at(self.steps)
+        self._memories.replace(inherited_memories(inheritance, _inherited))
+
+    def reveals(self, unit: Unit) -> str:
+        """Returns what other sites learn from the unit, for the coverage table."""
+        return "this site's gradient, its largest entries"
+
+    def amount(self, unit: Unit) -> str:
+        """Returns the density of the next step and the selection, for the coverage table."""
+        which = _WHICH[self.settings.select].format(block=self.settings.block)
+        return f"{100 * self.settings.density_at(self.steps):.3g}% of the entries, {which}"
+
+
+def _inherited(parts: Sequence[Saved], weight: float) -> _Memory | None:
+    if not any("unsent" in part for part in parts):
+        return None
+    velocities = [{"unsent": p["unsent_velocity"]} for p in parts if "unsent_velocity" in p]
+    residual = inherited_residual(parts, weight)
+    velocity = inherited_residual(velocities, weight)
+    assert isinstance(residual, Tensor)
+    assert not isinstance(velocity, Factors)
+    return _Memory(residual, velocity)
+
+
+class SharedEntries(Sketches):
+    """Sketch of random entries common to all sites: one all-reduce of their values."""
+
+    rounds = 1
+
+    def __init__(self, entries: SparseCompressor, form: EntriesForm) -> None:
+        self._entries, self._form = entries, form
+        self._begun: dict[Slot, Tensor] = {}
+
+    def columns(self, slot: Slot) -> int:
+        """Returns K."""
+        return self._entries.count(slot)
+
+    def shape(self, slot: Slot) -> tuple[int, ...]:
+        """Returns (K,): one number per entry."""
+        return (self.columns(slot),)
+
+    def begin(self, slot: Slot, gradient: Gradient) -> Tensor:
+        """Returns this site's values; NaN, for all sites to see, if its gradient is not finite."""
+        due_N, velocity_N = self._entries.due(slot, gradient)
+        places_K = self._begun[slot] = self._drawn(slot, due_N.device)
+        values_K = due_N[places_K]
+        if not is_finite(due_N):
+            return torch.full_like(values_K, torch.nan)
+        self._entries.keep(
+            slot, due_N, velocity_N, places_K, self._entries.arriving(values_K, values_K.dtype)
+        )
+        return values_K
+
+    def _drawn(self, slot: Slot, device: torch.device) -> Tensor:
+        """Returns places that differ between steps and between weights, but not between sites."""
+        own = zlib.crc32(place_name(slot.place).encode())
+        seed = (self._entries.settings.seed << 96) + (own << 64) + self._entries.steps
+        blocks_B = random_k(*self._form.blocks(slot, self.columns(slot)), seed, device)
+        return self._form.places(blocks_B, slot.numel)
+
+    def end(self, slot: Slot, z: Tensor, sites: int) -> Entries:
+        """Returns the mean over the sites at the places."""
+        shape = slot.groups, slot.outputs, slot.inputs
+        return Entries(widened(z) / sites, self._begun.pop(slot), shape)

@@ -2,30 +2,279 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from outergrad.capture.batch import SampledUse
 from outergrad.core.payload import Arrived, Entries
 from outergrad.core.types import Factors, Gradient, Part, Place, Slot
-from outergrad.linalg.inner import inner
-from outergrad.linalg.leading import leading_values
-from outergrad.linalg.outer import stack
-from outergrad.record.by_sample import SampleNorms, Uses
-from outergrad.record.overlaps import Overlaps
+from outergrad.linalg.inner import inner, shared_directions
+from outergrad.linalg.leading import effective_rank, leading_values, values_of_rows
+from outergrad.linalg.outer import stack, widened
+from outergrad.linalg.site_gradient import squared_sample_norms
 from outergrad.record.recorders import warn
-from outergrad.record.sums import (
-    SPECTRUM,
-    FactoredMean,
-    Sums,
-    above_rounding,
-    squared_loss,
-    squared_sum,
-)
+
+SPECTRUM = 16
+"""Number of singular values that are recorded."""
+
+_CANCELLING = 1e-7
+"""Rounding error of a product's squared norm, relative to the product of its factors' ones."""
+
+_ROUNDING = 1e-6
+"""Relative rounding error of a squared norm."""
+
+
+@dataclass
+class Sums:
+    """Squares and products over all matrices of a weight; None where not measured.
+
+    Attributes:
+        own: squared norm of this site's gradient.
+        mean: squared norm of the mean gradient.
+        both: inner product of these two.
+        due: squared norm of what this site had to send: its gradient plus its residual.
+        missing: squared norm of the part of that which it did not send.
+        activations: squared norm of its activations.
+        deltas: squared norm of its deltas.
+        sigma: singular values of each matrix of the mean gradient, (G, K).
+    """
+
+    own: float | None = None
+    mean: float | None = None
+    both: float | None = None
+    due: float | None = None
+    missing: float | None = None
+    activations: float | None = None
+    deltas: float | None = None
+    sigma: list[Tensor] = field(default_factory=list)
+
+    def add(self, **terms: float) -> None:
+        """Adds terms to the fields of these names."""
+        for name, term in terms.items():
+            before = getattr(self, name)
+            setattr(self, name, term if before is None else before + term)
+
+    def measured(self) -> dict[str, object]:
+        """Returns fields of `events.Layer`, without those that were not measured."""
+        norms = {
+            "activation_norm": self.activations,
+            "delta_norm": self.deltas,
+            "gradient_norm": self._above_cancelling(self.own),
+            "mean_norm": self.mean,
+        }
+        found: dict[str, object] = {n: _root(s) for n, s in norms.items() if s is not None}
+        if self.due is not None and self.missing is not None:
+            found["relative_error"] = _root(self.missing / self.due) if self.due else 0.0
+        size = _root(norms["gradient_norm"] or 0.0) * _root(self.mean or 0.0)
+        if self.both is not None and size != 0:
+            cosine = self.both / size
+            found["cosine"] = cosine if math.isnan(cosine) else min(max(cosine, -1.0), 1.0)
+        if self.sigma:
+            found |= self._spectrum()
+        return found
+
+    def _above_cancelling(self, square: float | None) -> float | None:
+        """The square, but zero where rows cancel: rounding leaves a rest, of either sign."""
+        if square is None or self.activations is None or self.deltas is None:
+            return square
+        return 0.0 if abs(square) < _CANCELLING * self.activations * self.deltas else square
+
+    def _spectrum(self) -> dict[str, object]:
+        falling = torch.cat([sigma_GK.flatten() for sigma_GK in self.sigma])
+        falling = falling.sort(descending=True).values[:SPECTRUM]
+        ranks_G = torch.cat([effective_rank(sigma_GK) for sigma_GK in self.sigma])
+        return {
+            "singular_values": tuple(falling.tolist()),
+            "effective_rank": ranks_G.mean().item(),
+        }
+
+
+def _root(square: float) -> float:
+    """Square root; 0 for a negative square, which rounding may leave."""
+    return math.sqrt(square) if square > 0 else square * 0
+
+
+class FactoredMean:
+    """Mean gradient of few rows, measured by the Gram matrices of its factors."""
+
+    def __init__(self, factors: Factors, scale: float) -> None:
+        self._factors, self._scale = factors, scale
+        d_GRO, a_GRI = widened(factors.d_GRO), widened(factors.a_GRI)
+        self._deltas_GRR, self._activations_GRR = d_GRO @ d_GRO.mT, a_GRI @ a_GRI.mT
+
+    @property
+    def square(self) -> float:
+        """Squared norm."""
+        return (self._deltas_GRR * self._activations_GRR).sum().item() * self._scale**2
+
+    @property
+    def singular_values(self) -> Tensor:
+        """Singular values in falling order, (G, at most R)."""
+        most = min(self._factors.d_GRO.shape[2], self._factors.a_GRI.shape[2])
+        return self._scale * values_of_rows(self._deltas_GRR, self._activations_GRR, most)
+
+    def inner(self, own: Gradient) -> float:
+        """Returns the inner product with another gradient."""
+        return self._scale * inner(own, self._factors)
+
+
+def squared_sum(gradient: Gradient, residual: Gradient | None) -> float:
+    """Returns the squared norm of gradient plus residual."""
+    square = inner(gradient, gradient)
+    if residual is None:
+        return square
+    return square + 2 * inner(gradient, residual) + inner(residual, residual)
+
+
+def above_rounding(missing: float, due: float) -> float:
+    """Returns `missing`, but 0 if it may be a rounding error of the squared norm `due`."""
+    return missing if missing > _ROUNDING * due else 0.0
+
+
+def squared_loss(rows: Factors, arrives: Factors) -> float:
+    """Returns the squared norm of `(D - D') A' + D (A - A')`: nothing large cancels in it."""
+    of_deltas = Factors(rows.d_GRO - arrives.d_GRO, arrives.a_GRI)
+    if rows.a_GRI.dim() == 1:  # ids are not encoded
+        return inner(of_deltas, of_deltas)
+    lost = stack([of_deltas, Factors(rows.d_GRO, rows.a_GRI - arrives.a_GRI)])
+    return inner(lost, lost)
+
+
+MOST_ROWS = 256
+"""Rows of all sites up to which overlaps are measured; larger Gram matrices cost too much."""
+
+
+class Overlaps:
+    """Overlap of the rows of all sites in one step, by weight."""
+
+    def __init__(self) -> None:
+        self._sums: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        self.why: dict[str, str] = {}
+
+    def clear(self) -> None:
+        """Drops all overlaps, for a step that starts again."""
+        self._sums.clear()
+        self.why.clear()
+
+    def add(self, slot: Slot, parts_S: Sequence[Arrived | None], rank: int) -> None:
+        """Adds one product.
+
+        Args:
+            slot: the product.
+            parts_S: each site's part; None where it has no rows.
+            rank: rank of this site.
+        """
+        rows_S = [part.a_GRI if isinstance(part, Factors) else None for part in parts_S]
+        own = rows_S[rank]
+        others = [rows for site, rows in enumerate(rows_S) if site != rank and rows is not None]
+        whole = sum(part.d_GRO.shape[1] for part in parts_S if isinstance(part, Factors))
+        if any(part is not None and not isinstance(part, Factors) for part in parts_S):
+            self.why[slot.weight] = "entries arrive, not rows"
+        elif own is None:
+            self.why[slot.weight] = "this site sent no rows"
+        elif slot.lookup:
+            self._sums[slot.weight].append(_ids(own, others))
+        elif whole > MOST_ROWS:
+            self.why[slot.weight] = f"more than {MOST_ROWS} rows arrive"
+        else:
+            none = own.new_zeros(own.shape[0], 0, own.shape[2])
+            self._sums[slot.weight].append(shared_directions(own, torch.cat([none, *others], 1)))
+
+    def measured(self, name: str) -> dict[str, object]:
+        """Returns the overlap as a field of `events.Layer`; empty where it is not known."""
+        if name in self.why or name not in self._sums:
+            return {}
+        squares, count = map(sum, zip(*self._sums[name], strict=True))
+        return {"duplicates": squares / count if count else 0.0}
+
+
+def _ids(own_R: Tensor, others: Sequence[Tensor]) -> tuple[float, float]:
+    """Number of this site's ids that others have, and of all; ids are orthogonal directions."""
+    if not others:
+        return 0.0, float(len(own_R))
+    return float(torch.isin(own_R, torch.cat([*others])).sum()), float(len(own_R))
+
+
+TIMES = 3.0
+"""A sample is an outlier if its norm is above this multiple of the median."""
+MOST = 5
+"""Maximum number of outliers reported for each weight."""
+
+Uses = Sequence[Callable[[], Factors]]
+
+
+class SampleNorms:
+    """Norms of samples in one step, by weight."""
+
+    def __init__(self) -> None:
+        self._squares_B: dict[str, Tensor] = {}
+        self._slots: defaultdict[str, list[Slot]] = defaultdict(list)
+        self.why: dict[str, str] = {}
+
+    def clear(self) -> None:
+        """Drops all norms, for a step that starts again."""
+        for of in (self._squares_B, self._slots, self.why):
+            of.clear()
+
+    def add(self, slot: Slot, uses: Uses, scale: float) -> None:
+        """Adds the rows of one product.
+
+        Args:
+            slot: the product.
+            uses: its uses in this step.
+            scale: factor by which this site's gradient is multiplied.
+        """
+        name, others = slot.weight, self._slots[slot.weight]
+        others.append(slot)
+        use = uses[0] if len(uses) == 1 else None
+        if any(slot.overlaps(other) for other in others[:-1]):
+            self.why[name] = "several products add up to it"
+        elif len(uses) > 1:
+            self.why[name] = "its layer was used several times"
+        elif not isinstance(use, SampledUse) or not use.is_told:
+            self.why[name] = "which sample each row is of is not known"
+        else:
+            self._add(slot, use, scale)
+
+    def _add(self, slot: Slot, use: SampledUse, scale: float) -> None:
+        part, total = use.by_sample(), use.samples.total
+        squares_B = scale**2 * squared_sample_norms(slot._replace(bias=None), part, total)
+        before_B = self._squares_B.get(slot.weight)
+        if before_B is not None and len(before_B) != total:
+            self.why[slot.weight] = "its products see different numbers of samples"
+            return
+        self._squares_B[slot.weight] = squares_B if before_B is None else before_B + squares_B
+
+    def measured(self, name: str) -> dict[str, object]:
+        """Returns the norms as fields of `events.Layer`; empty where they are not known."""
+        if name in self.why or name not in self._squares_B:
+            return {}
+        norms_B = self._squares_B[name].sqrt()
+        norm, places = median_and_outliers(norms_B)
+        found = norms_B[places].tolist()
+        about = {"samples": len(norms_B), "sample_norm": norm}
+        return {**about, "outliers": tuple(places), "outlier_norms": tuple(found)}
+
+
+def median_and_outliers(norms_B: Tensor) -> tuple[float, list[int]]:
+    """Returns the median, and the indices of at most `MOST` norms above `TIMES` it, largest first.
+
+    Norms that are not finite are outliers. Of an even number of norms the median is the lower
+    middle one.
+    """
+    sizes_B = torch.where(norms_B.isfinite(), norms_B, torch.inf)
+    median = sizes_B.median()
+    largest = sizes_B.topk(min(MOST, len(sizes_B)))
+    is_out = (largest.values > TIMES * median) | largest.values.isinf()
+    return median.item(), largest.indices[is_out].tolist()
 
 
 def whole(name: str, mean: Tensor) -> list[Slot]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from outergrad._aggregate import about, figures
 from outergrad.events import Change, End, Event, Layer, Mishap, Run, Trial
-from outergrad.record.figures import about, figures
 from outergrad.record.recorders import checked
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from outergrad.core.coding import Codecs
 from outergrad.core.errors import RefusedError, ReplayError
 from outergrad.linalg.gradients import scaled
 from outergrad.replay.block_tap import TappedBlock
-from outergrad.replay.block_use import Use
-from outergrad.replay.run import PREVIOUS, Message, PlacedRun, Shape, sent_run
+from outergrad.replay.block_use import PREVIOUS, Message, PlacedRun, Shape, Use, sent_run
 
 
 class BlockMessage:

@@ -20,9 +20,8 @@ from outergrad.core.blocks import UNSENDABLE, Block, Replayer, SentRun, SentUse
 from outergrad.core.coding import Codecs
 from outergrad.core.errors import RefusedError, ReplayError
 from outergrad.linalg.gradients import vjp
-from outergrad.replay.block_use import Following, Use, use_of
+from outergrad.replay.block_use import Following, Shape, Use, use_of
 from outergrad.replay.fingerprint import unrepeated
-from outergrad.replay.run import Shape
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,15 @@ from outergrad.core.errors import ReplayError
 from outergrad.linalg.gradients import summed
 from outergrad.replay.context import conditions_as, conditions_now, recorded, replayed
 from outergrad.replay.fingerprint import Comparison, fingerprint, tolerance
-from outergrad.replay.from_output import delta_before
-from outergrad.replay.layer import Between, ChainLayer, backward, has_hooks, is_batched, output
+from outergrad.replay.layer import (
+    Between,
+    ChainLayer,
+    backward,
+    delta_before,
+    has_hooks,
+    is_batched,
+    output,
+)
 
 
 class Chain:

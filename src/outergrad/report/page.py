@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from html import escape
@@ -11,13 +12,12 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from outergrad._amounts import amount, plain, seconds, times
+from outergrad._amounts import amount, many, plain, seconds, times
 from outergrad._version import __version__
 from outergrad._whole_files import write_whole
 from outergrad.report.recording import Recording, UnreadableRunError, load_thinned, require
 from outergrad.report.series import POINTS, series
-from outergrad.report.settings import settings
-from outergrad.report.summary import Summary, columns_of, summary, trials
+from outergrad.report.summary import Summary, columns_of, outliers, summary, trials
 
 
 def whole_page(
@@ -64,29 +64,6 @@ def whole_page(
 def asset(name: str, package: str = "outergrad.report") -> str:
     """Returns the text of a file in a package's folder."""
     return files(package).joinpath(name).read_text("utf-8")
-
-
-SHOWN = 20
-
-
-def outliers(recording: Recording) -> list[str]:
-    """Returns the largest outliers, a line of text each, largest first.
-
-    The measure is a sample's norm, as a multiple of the median of its layer's samples in that step.
-    """
-    table = recording.layers
-    table = table[table["outlier_norms"].map(bool) & table["sample_norm"].notna()]
-    found = [
-        (norm / row.sample_norm if row.sample_norm else float("inf"), row, place)
-        for row in table.itertuples()
-        for place, norm in zip(row.outliers, row.outlier_norms, strict=False)
-    ]
-    found.sort(key=lambda of: -of[0])
-    return [
-        f"site {row.site}, step {row.step:,}: sample {place} of {row.samples}, {times:.3g} times "
-        f"the median in {row.layer}"
-        for times, row, place in found[:SHOWN]
-    ]
 
 
 _SCRIPTS = ("theme.js", "parts.js", "figures.js", "layers.js", "page.js")
@@ -306,3 +283,35 @@ def _problems(problems: Sequence[str]) -> str:
     count = f"What was wrong with the files ({len(problems)})"
     opened = " open" if len(problems) <= 6 else ""
     return f"<details class=problems{opened}><summary>{count}</summary><ul>{lines}</ul></details>"
+
+
+def settings(recordings: Mapping[str, Recording]) -> str:
+    """Returns a collapsible panel with a list per run; empty if no run recorded its start."""
+    lists = [_list(name, recording) for name, recording in recordings.items()]
+    if not any(lists):
+        return ""
+    head = "<summary>Settings and machines</summary>"
+    return f"<details class=settings>{head}{''.join(lists)}</details>\n"
+
+
+def _list(name: str, recording: Recording) -> str:
+    rows = "".join(
+        f"<dt>{escape(what)}</dt><dd>{escape(value)}</dd>" for what, value in _lines(recording)
+    )
+    return f"<h3>{escape(name)}</h3><dl>{rows}</dl>" if rows else ""
+
+
+def _lines(recording: Recording) -> Iterator[tuple[str, str]]:
+    if recording.runs.empty:
+        return
+    last = recording.runs.iloc[-1]
+    shapes = dict(last["shapes"]).values()
+    yield "Method", str(last["method"]) or "not known"
+    yield "Sites", str(last["sites"])
+    yield "Shared", f"{many(len(shapes), 'tensor')}, {sum(map(math.prod, shapes)):,} numbers"
+    yield "DDP would send", f"{amount(int(last['dense_bytes']))} per step and site"
+    yield "Versions", f"outergrad {last['outergrad']}, torch {last['torch']}"
+    machines = recording.runs.dropna(subset="machine").drop_duplicates("site", keep="last")
+    for site, machine in zip(machines["site"], machines["machine"], strict=True):
+        if machine:
+            yield f"Site {site}", str(machine)

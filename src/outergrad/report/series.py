@@ -6,8 +6,8 @@ import math
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
-from outergrad.report.files import thin
-from outergrad.report.recording import Recording
+from outergrad.report.recording import Recording, thin
+from outergrad.report.summary import TIMES, dense_bytes, time_split
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
@@ -23,7 +23,6 @@ _MEASURES = (
     "duplicates",
     "sample_norm",
 )
-_TIMES = ("compress_s", "replay_s", "wait_s", "rest_s")
 
 
 def series(recording: Recording) -> dict[str, Any]:
@@ -37,11 +36,6 @@ def series(recording: Recording) -> dict[str, Any]:
         "layers": _layers(recording),
         "spectra": _spectra(recording.layers),
     }
-
-
-def dense_bytes(recording: Recording) -> int | None:
-    """Returns the bytes that DDP would send per step; None if not known."""
-    return None if recording.runs.empty else int(recording.runs["dense_bytes"].iloc[-1])
 
 
 def _numbers(values: Iterable[float]) -> list[float | None]:
@@ -62,22 +56,8 @@ def _steps(steps: DataFrame, names: Iterable[str]) -> dict[str, Any]:
 
 def _times(steps: DataFrame) -> dict[str, Any]:
     split = time_split(steps)
-    means = _numbers(split[name].mean() for name in _TIMES)
-    return {"mean": dict(zip(_TIMES, means, strict=True)), **_steps(split, _TIMES)}
-
-
-def time_split(steps: DataFrame) -> DataFrame:
-    """Returns the steps with known durations, with `rest_s`, the remainder of `seconds`.
-
-    All parts add up to `seconds`. Older records have the parts of one step beside the mean of
-    several steps: where these parts exceed the whole, they are scaled down to it.
-    """
-    names = [*_TIMES[:-1]]
-    known = steps[steps["seconds"].notna()]
-    told = known[names].sum(axis="columns")
-    fitting = (known["seconds"] / told.where(told > 0)).clip(upper=1).fillna(1)
-    parts = known[names].mul(fitting, axis="index")
-    return known.assign(**parts, rest_s=known["seconds"] - parts.sum(axis="columns"))
+    means = _numbers(split[name].mean() for name in TIMES)
+    return {"mean": dict(zip(TIMES, means, strict=True)), **_steps(split, TIMES)}
 
 
 def _scalars(recording: Recording) -> dict[str, Any]:

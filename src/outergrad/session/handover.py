@@ -19,7 +19,7 @@ from outergrad.core.structure import flattened, rebuilt
 from outergrad.core.transport import Comm
 from outergrad.core.types import StateDict
 from outergrad.messages.raw import as_tensor, digest, from_raw, in_chunks, raw
-from outergrad.replay.run import DTYPES, told_shape
+from outergrad.replay.block_use import DTYPES, told_shape
 
 _SOURCE = 0
 _MOST_TEXT, _ABOUT_BYTES = 1 << 26, 64

@@ -18,7 +18,7 @@ from outergrad.core.errors import ExchangeError
 from outergrad.core.structure import flattened, rebuilt
 from outergrad.core.transport import Comm
 from outergrad.messages.raw import as_tensor, digest, from_raw, in_chunks, overwrite, raw
-from outergrad.replay.run import DTYPES, told_shape
+from outergrad.replay.block_use import DTYPES, told_shape
 
 _MOST_TEXT = 1 << 24
 

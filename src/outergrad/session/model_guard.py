@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from outergrad.capture.changes import Change, Look, ModelWatch
 from outergrad.capture.class_swap import CallSwap
-from outergrad.capture.held_nodes import holds_nodes
+from outergrad.capture.node_ref import holds_nodes
 from outergrad.capture.parameters import WatchedParameter, hold_again
 
 

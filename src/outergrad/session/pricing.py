@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from outergrad.core.cost import Whole
 from outergrad.core.model import Compressors, Model
-from outergrad.core.step_size import Whole
 from outergrad.core.transport import Comm
 from outergrad.core.types import Link
 from outergrad.messages.header import Header, SlotUse

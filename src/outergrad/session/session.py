@@ -18,8 +18,7 @@ from outergrad.capture.changes import ModelWatch
 from outergrad.capture.claims import HeldHooks
 from outergrad.capture.engine import NO_TASK, current_task
 from outergrad.capture.kept import Alarm
-from outergrad.capture.loop_watch import LoopWatch
-from outergrad.capture.optimizer_steps import SeenOptimizers, look_at_steps, look_away
+from outergrad.capture.optimizer_steps import LoopWatch, SeenOptimizers, look_at_steps, look_away
 from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.core.errors import (
     BoardGoneError,

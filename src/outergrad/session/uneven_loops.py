@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from outergrad.capture.loop_watch import LoopWatch
+from outergrad.capture.optimizer_steps import LoopWatch
 from outergrad.core.errors import ExchangeError, StepDiscardedError
 from outergrad.messages.header import Join
 from outergrad.session.core import Core

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from outergrad.core.protocols import Method, Policy
-from outergrad.methods.auto.settings import Auto
+from outergrad.methods.auto.chooser import Auto
 from outergrad.methods.dad import DAD
 from outergrad.record.coverage import Coverage
 

@@ -7,9 +7,8 @@ from copy import copy
 
 from outergrad.core.errors import BoardGoneError, ExchangeError
 from outergrad.core.transport import Board
-from outergrad.star.frames import Kind
+from outergrad.star.frames import Kind, Place
 from outergrad.star.line import Line
-from outergrad.star.place import Place
 from outergrad.star.sealing import Seal
 from outergrad.star.slots import asked
 

@@ -15,9 +15,8 @@ from outergrad.core.errors import ExchangeError, Failure
 from outergrad.core.transport import Comm, Enough
 from outergrad.star.arrivals import Arrival
 from outergrad.star.board import AT_END, AT_EXIT, StarBoard
-from outergrad.star.frames import ALL, Kind
+from outergrad.star.frames import ALL, Kind, Place
 from outergrad.star.line import Line
-from outergrad.star.place import Place
 from outergrad.star.sealing import TAG_BYTES, Seal
 from outergrad.star.sums import DTYPES, added
 

@@ -9,9 +9,9 @@ import weakref
 import grpc
 
 from outergrad._printable import printable
-from outergrad.star.kit import Kit
+from outergrad.star.authority import Kit
+from outergrad.star.frames import Stream
 from outergrad.star.line import Line
-from outergrad.star.place import Stream
 from outergrad.star.server import KEEPALIVE, METHOD, SERVICE
 
 _AGAIN_S, _LONGEST_PAUSE_S = 0.02, 0.5

@@ -16,17 +16,18 @@ from outergrad._whole_files import write_whole
 from outergrad.star.authority import (
     DAYS,
     Identity,
+    Kit,
     Request,
     new_authority,
     new_hub,
     new_site,
     read_certificate,
+    refuse_open_to_others,
     signed_site,
     site_name,
     write_secret,
 )
 from outergrad.star.journal import note
-from outergrad.star.kit import Kit, refuse_open_to_others
 
 _KEYS = {"authority": "authority.key", "hub": "hub.key"}
 _CERTIFICATES = {"authority": "authority.pem", "hub": "hub.pem"}

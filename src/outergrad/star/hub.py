@@ -6,10 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from outergrad.star.frames import packed, unpacked
-from outergrad.star.greetings import Hello, Welcome
-from outergrad.star.member import Member, Stream
-from outergrad.star.run import Run, Told
+from outergrad.star.frames import Hello, Welcome, packed, unpacked
+from outergrad.star.run import Member, Run, Stream, Told
 
 GRACE_S = 0.8
 """Seconds that a site may be away before the others are told that it is lost."""

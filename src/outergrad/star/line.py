@@ -14,13 +14,21 @@ import numpy as np
 from outergrad._printable import printable
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.star.arrivals import Arrival, Early
-from outergrad.star.frames import ALL, DATA, Frame, Kind, packed, unpacked
-from outergrad.star.greetings import Hello, Welcome
-from outergrad.star.outgoing import Outgoing
+from outergrad.star.frames import (
+    ALL,
+    DATA,
+    Frame,
+    Hello,
+    Kind,
+    Place,
+    Questions,
+    Stream,
+    Welcome,
+    packed,
+    unpacked,
+)
 from outergrad.star.pipe import Pipe
-from outergrad.star.place import Place, Stream
-from outergrad.star.questions import Questions
-from outergrad.star.window import WINDOW_BYTES, Window, cost_of, heard_in
+from outergrad.star.window import WINDOW_BYTES, Outgoing, Window, cost_of, heard_in
 
 _BATCH_BYTES = 1 << 16
 _ACK_BYTES = WINDOW_BYTES // 8

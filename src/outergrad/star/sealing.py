@@ -20,10 +20,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from outergrad.core.errors import ExchangeError
-from outergrad.star.authority import check_site, read_certificate
-from outergrad.star.frames import ALL
-from outergrad.star.kit import Kit
-from outergrad.star.place import Place
+from outergrad.star.authority import Kit, check_site, read_certificate
+from outergrad.star.frames import ALL, Place
 
 TAG_BYTES = 16
 """Bytes by which a sealed message is longer."""

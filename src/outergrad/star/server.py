@@ -18,13 +18,10 @@ from cryptography.x509 import Certificate
 from outergrad.star.authority import name_in, now, read_certificate
 from outergrad.star.connections import GREETING_S, Connections, Pace, host_in, most_connections
 from outergrad.star.folder import HubFolder
-from outergrad.star.frames import MOST_MESSAGE_BYTES, MalformedError, unpacked
-from outergrad.star.greetings import Hello
+from outergrad.star.frames import MOST_MESSAGE_BYTES, Hello, MalformedError, unpacked
 from outergrad.star.hub import GRACE_S, Hub, RefusedError
-from outergrad.star.journal import Journal
-from outergrad.star.member import Member, Stream
-from outergrad.star.repeats import Repeats
-from outergrad.star.run import Run
+from outergrad.star.journal import Journal, Repeats
+from outergrad.star.run import Member, Run, Stream
 from outergrad.star.window import WINDOW_BYTES
 
 

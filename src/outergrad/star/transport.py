@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from outergrad.star.line import Line
 
 if TYPE_CHECKING:
+    from outergrad.star.authority import Kit
     from outergrad.star.comm import StarComm
     from outergrad.star.dial import Dialler
-    from outergrad.star.kit import Kit
     from outergrad.star.line import Line
     from outergrad.star.sealing import Seal
 
@@ -285,7 +285,7 @@ def _line_of(star: Star, patience_s: float) -> _Line:
     line = _lines.get(key)
     if line is None or line.latest.is_over:
         _check_extra()
-        from outergrad.star.kit import read_kit
+        from outergrad.star.authority import read_kit
 
         line = _lines[key] = _Line(star, read_kit(kit), patience_s)
     return line

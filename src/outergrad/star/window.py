@@ -1,11 +1,20 @@
-"""Flow control: how much a site may send before the others have it, which bounds all memory."""
+"""Flow control: how much a site may send ahead of the others, and its queue of what waits."""
 
 from __future__ import annotations
 
 import struct
-from collections import Counter
+from collections import Counter, deque
+from dataclasses import dataclass
 
-from outergrad.star.frames import LANES, Frame, Kind, MalformedError
+from outergrad.star.frames import (
+    LANES,
+    Frame,
+    Kind,
+    MalformedError,
+    chunk_bytes,
+    growing_chunk_bytes,
+)
+from outergrad.star.pipe import Pipe
 
 WINDOW_BYTES = 8 << 20
 """Bytes per lane of a site that may be on their way to other sites."""
@@ -75,3 +84,97 @@ def _read(ack: Frame) -> tuple[int, ...]:
         return _ACK.unpack(ack.payload)
     except struct.error:
         raise MalformedError("an acknowledgement of another length") from None
+
+
+@dataclass
+class _Message:
+    """A message that is being sent.
+
+    Attributes:
+        head: fields that all its frames share.
+        payload: of the whole message.
+        grows: whether its parts become longer.
+        sent: bytes that are on their way.
+    """
+
+    head: Frame
+    payload: memoryview
+    grows: bool
+    sent: int = 0
+
+    def next_frame(self) -> Frame:
+        total, at = len(self.payload), self.sent
+        chunk = growing_chunk_bytes(at) if self.grows else chunk_bytes(total)
+        part = self.payload[at : at + chunk]
+        frame = self.head._replace(payload=part, offset=at, total=total)
+        self.sent += len(part)
+        return frame
+
+
+class Outgoing:
+    """The messages that a site has to send; callers hold the lock of the line.
+
+    Args:
+        pipe: to the hub.
+        window: of this site.
+    """
+
+    def __init__(self, pipe: Pipe, window: Window) -> None:
+        self._pipe, self._window = pipe, window
+        self._lanes: list[deque[_Message]] = [deque() for _ in range(LANES)]
+        self._last: Frame | None = None
+
+    def add(self, head: Frame, payload: bytes, *, grows: bool = False) -> None:
+        """Queues a message.
+
+        Args:
+            head: fields that all its frames share.
+            payload: not empty, and must not change any more.
+            grows: whether its parts become longer.
+        """
+        self._lanes[head.lane].append(_Message(head, memoryview(payload), grows))
+
+    def end(self, last: Frame) -> None:
+        """Queues a frame behind all messages."""
+        self._last = last
+
+    def clear(self) -> None:
+        """Drops all messages, or their rest, that are not cut into frames yet."""
+        for lane in self._lanes:
+            lane.clear()
+
+    @property
+    def is_due(self) -> bool:
+        """True if something can be sent now."""
+        return self._pipe.has_unsent or any(self._open_lanes()) or self._is_last_due
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the hub has everything."""
+        return self._pipe.is_empty and not any(self._lanes) and self._last is None
+
+    @property
+    def _is_last_due(self) -> bool:
+        return self._last is not None and not any(self._lanes)
+
+    def batch(self, most_bytes: int) -> list[Frame]:
+        """Returns the next frames: those still unsent, or else one more of each open lane."""
+        if not self._pipe.has_unsent:
+            for lane in self._open_lanes():
+                self._push_one(lane)
+        if self._last is not None and self._is_last_due:
+            self._pipe.push(self._last)
+            self._last = None
+        return self._pipe.batch(most_bytes)
+
+    def _open_lanes(self) -> list[deque[_Message]]:
+        return [
+            queue for lane, queue in enumerate(self._lanes) if queue and self._window.is_open(lane)
+        ]
+
+    def _push_one(self, lane: deque[_Message]) -> None:
+        frame = lane[0].next_frame()
+        self._window.send(frame)
+        self._pipe.push(frame)
+        if lane[0].sent == len(lane[0].payload):
+            lane.popleft()

@@ -26,7 +26,7 @@ from outergrad.core.transport import Transport
 from outergrad.launch.links import Place, ShapedLink, places
 from outergrad.launch.namespaces import INTERFACE
 from outergrad.launch.processes import run_processes
-from outergrad_lab.bench.meeting import PATIENCE, Meeting
+from outergrad_lab.bench.trainer import PATIENCE, Meeting
 from outergrad_lab.data import Dataset, load
 from outergrad_lab.training.job import Job
 from outergrad_lab.training.split import Rows

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from random import Random
 
 from outergrad.launch.traffic import InterfaceCounter, InterfaceTraffic
-from outergrad_lab.bench.meeting import Meeting
 from outergrad_lab.bench.plan import Plan
-from outergrad_lab.bench.trainer import Phases, Trainer
+from outergrad_lab.bench.trainer import Meeting, Phases, Trainer
 from outergrad_lab.data import Dataset
 
 

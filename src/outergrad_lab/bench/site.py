@@ -13,11 +13,10 @@ from outergrad.launch.console import step_bars
 from outergrad.launch.links import Place, ShapedLink
 from outergrad.launch.traffic import InterfaceCounter
 from outergrad_lab.bench.measure import Block, time_steps
-from outergrad_lab.bench.meeting import PATIENCE, Meeting
 from outergrad_lab.bench.plan import Plan
-from outergrad_lab.bench.probe import Probe, probe
+from outergrad_lab.bench.results import Probe, probe
 from outergrad_lab.bench.time_left import TimeLeft
-from outergrad_lab.bench.trainer import dataset
+from outergrad_lab.bench.trainer import PATIENCE, Meeting, dataset
 from outergrad_lab.bench.until import Mark, train_until
 
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from outergrad.launch.traffic import InterfaceCounter
 from outergrad_lab.bench.measure import Block, take_block
-from outergrad_lab.bench.meeting import Meeting
 from outergrad_lab.bench.plan import Plan
-from outergrad_lab.bench.trainer import Trainer
+from outergrad_lab.bench.trainer import Meeting, Trainer
 from outergrad_lab.data import Dataset
 from outergrad_lab.training.training import test_loss
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from outergrad.launch.console import download_bars, errors_in_one_line
 from outergrad.launch.errors import RecipeError
 from outergrad.tools.commands.options import DATA_DIR, DataDir
-from outergrad.tools.named_methods.settings import did_you_mean
+from outergrad.tools.named_methods.attach import did_you_mean
 from outergrad_lab.data import (
     SOURCES,
     folder_of,

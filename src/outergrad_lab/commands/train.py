@@ -16,10 +16,9 @@ from outergrad.launch.supervise import Attempt, Restarts, supervise
 from outergrad.tools.commands.options import DATA_DIR, DataDir
 from outergrad_lab.data import SOURCES, require_files
 from outergrad_lab.models import MODELS
-from outergrad_lab.models.activations import ACTIVATIONS
+from outergrad_lab.models.small import ACTIVATIONS
 from outergrad_lab.peers.named import METHOD_HELP, is_peer
-from outergrad_lab.training.job import Job
-from outergrad_lab.training.optimizers import OPTIMIZERS
+from outergrad_lab.training.job import OPTIMIZERS, Job
 from outergrad_lab.training.saving import Saving
 from outergrad_lab.training.split import SPLITS
 from outergrad_lab.training.train import Files

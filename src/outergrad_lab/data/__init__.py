@@ -1,8 +1,8 @@
 """Data sets: their descriptions, the places of their files, and their readers."""
 
-from outergrad_lab.data.catalogue import SOURCES
-from outergrad_lab.data.dataset import Dataset, Format, synthetic
-from outergrad_lab.data.loading import (
+from outergrad_lab.data.catalogue import (
+    SOURCES,
+    Source,
     folder_of,
     get_command,
     load,
@@ -10,7 +10,7 @@ from outergrad_lab.data.loading import (
     require_files,
     where_to_put,
 )
-from outergrad_lab.data.source import Source
+from outergrad_lab.data.dataset import Dataset, Format, synthetic
 
 __all__ = [
     "SOURCES",

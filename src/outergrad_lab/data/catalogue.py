@@ -1,19 +1,84 @@
 """Data sets by name, and where each comes from."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from outergrad.launch.errors import RecipeError
 from outergrad_lab.data import converters
-from outergrad_lab.data.dataset import Format
+from outergrad_lab.data.dataset import Dataset, Format
+from outergrad_lab.data.files import DamagedFileError
 from outergrad_lab.data.images import (
     read_cifar10,
     read_digits,
     read_mnist,
     read_mnist_512,
+    read_natops,
+    read_pendigits,
     read_pneumonia,
+    read_spoken_digits,
 )
-from outergrad_lab.data.sequences import read_natops, read_pendigits, read_spoken_digits
-from outergrad_lab.data.source import Original, Source
-from outergrad_lab.data.text import read_tinyshakespeare, read_war_and_peace
-from outergrad_lab.data.texts import read_ag_news, read_imdb
-from outergrad_lab.data.tokens import VOCABULARY
+from outergrad_lab.data.texts import (
+    VOCABULARY,
+    read_ag_news,
+    read_imdb,
+    read_tinyshakespeare,
+    read_war_and_peace,
+)
+
+
+@dataclass(frozen=True)
+class Original:
+    """A file as its authors publish it; gzipped here if only the local name ends in ``.gz``.
+
+    Attributes:
+        url: Address of the file.
+        md5: Checksum of the file; empty where none is known.
+    """
+
+    url: str
+    md5: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Origin of a data set, and how to read it.
+
+    Attributes:
+        summary: Description in a few words.
+        read: Reads it from the folder that holds its files.
+        format: Form of one row.
+        files: MD5 checksum of each file it needs; empty where any version will do.
+        folder: Folder of the files, if it is not called like the data set.
+        url: Folder on the net that holds just these files, if one does.
+        originals: Original of each file, where there is no such folder.
+        made_from: Originals that all files together are made from, where none is one of them.
+        convert: Makes the files, from the paths of these originals, in a folder.
+        licence: Licence, as its authors state it.
+        size: Size of the download.
+        origin: Origin of the data and how to make the files, for a person to do so.
+    """
+
+    summary: str
+    read: Callable[[Path], Dataset]
+    format: Format
+    files: Mapping[str, str] = field(default_factory=dict)
+    folder: str = ""
+    url: str = ""
+    originals: Mapping[str, Original] = field(default_factory=dict)
+    made_from: Sequence[Original] = ()
+    convert: Callable[[Sequence[Path], Path], None] | None = None
+    origin: str = ""
+    licence: str = "none stated"
+    size: str = ""
+
+    @property
+    def can_be_fetched(self) -> bool:
+        """True if `outergrad data get` can download it."""
+        return bool(self.url or self.originals or self.made_from)
+
 
 _MNIST_FILES = {
     "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
@@ -195,3 +260,62 @@ SOURCES: dict[str, Source] = {
         size="31 MB",
     ),
 }
+
+
+def load(name: str, data_dir: Path) -> Dataset:
+    """Reads a data set.
+
+    Args:
+        name: A key of `SOURCES`.
+        data_dir: Folder that holds the folders of all data sets.
+
+    Raises:
+        RecipeError: A file is absent or damaged, or of other data.
+    """
+    require_files(name, data_dir)
+    source = SOURCES[name]
+    try:
+        data = source.read(folder_of(name, data_dir))
+    except DamagedFileError as error:
+        raise RecipeError(f"{error}: {how_to_get(name, data_dir, [error.path.name])}") from error
+    if data.format != source.format:
+        remedy = how_to_get(name, data_dir, list(source.files))
+        raise RecipeError(f"{name} has {data.format}, not {source.format}: {remedy}")
+    return data
+
+
+def require_files(name: str, data_dir: Path) -> None:
+    """Raises `RecipeError` if files of a data set are missing; it says which to put where."""
+    missing = missing_files(name, data_dir)
+    if missing:
+        raise RecipeError(f"{name} is not there: {how_to_get(name, data_dir, missing)}")
+
+
+def missing_files(name: str, data_dir: Path) -> list[str]:
+    """Returns the names of the files of a data set that are not in its folder."""
+    folder = folder_of(name, data_dir)
+    return [file for file in SOURCES[name].files if not (folder / file).is_file()]
+
+
+def folder_of(name: str, data_dir: Path) -> Path:
+    """Returns the folder that holds the files of a data set."""
+    return data_dir / (SOURCES[name].folder or name)
+
+
+def how_to_get(name: str, data_dir: Path, files: Sequence[str]) -> str:
+    """Returns a line about how to get files of a data set."""
+    place = f"{where_to_put(name, data_dir, files)} (--data-dir or OUTERGRAD_DATA)"
+    source = SOURCES[name]
+    if source.can_be_fetched:
+        return f"{place}, or run: {get_command(name, data_dir)}"
+    return f"{place}; to be made from {source.origin}"
+
+
+def where_to_put(name: str, data_dir: Path, files: Sequence[str]) -> str:
+    """Returns a line about where files of a data set belong."""
+    return f"put {', '.join(files)} into {folder_of(name, data_dir)}"
+
+
+def get_command(name: str, data_dir: Path) -> str:
+    """Returns the command that downloads a data set."""
+    return f"outergrad data get {name} --data-dir {data_dir}"

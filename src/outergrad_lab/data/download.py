@@ -16,8 +16,8 @@ from rich.progress import Progress
 
 from outergrad._whole_files import whole_file
 from outergrad.launch.errors import RecipeError
+from outergrad_lab.data.catalogue import Original, Source
 from outergrad_lab.data.files import DamagedFileError
-from outergrad_lab.data.source import Original, Source
 
 TIMEOUT_S = 30
 CHUNK_BYTES = 1 << 16

@@ -1,25 +1,145 @@
 """Readers of texts with one class each."""
 
+from __future__ import annotations
+
 import csv
 import gzip
 import io
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from outergrad.launch.errors import RecipeError
 from outergrad_lab.data.cache import Arrays, cached, key_of
 from outergrad_lab.data.dataset import Dataset
 from outergrad_lab.data.files import as_labels, reading
-from outergrad_lab.data.tokens import (
-    VOCABULARY,
-    as_tokens,
-    learn_tokens,
-    tokenizers_version,
-)
+
+VOCABULARY = 8000
+PADDING = 0
+"""Id that fills a row behind its text."""
+
+try:
+    import tokenizers
+except ImportError:
+    tokenizers = None
+
+
+def tokenizers_version(data: str) -> str:
+    """Returns the version of the tokenizers library, on which the tokens depend.
+
+    Raises:
+        RecipeError: It is not installed.
+    """
+    if tokenizers is None:
+        raise RecipeError(f"--data {data} needs tokenizers: pip install 'outergrad[text]'")
+    return tokenizers.__version__
+
+
+def learn_tokens(texts: Sequence[str]) -> Any:
+    """Learns a tokenizer of at most `VOCABULARY` tokens, lower case, the padding included.
+
+    It starts from bytes, so that it can encode every text; decoding gives lower case.
+    Source: Sennrich, Haddow and Birch, 2016; over bytes as in GPT-2.
+    """
+    assert tokenizers is not None
+    learnt = tokenizers.Tokenizer(tokenizers.models.BPE())
+    learnt.normalizer = tokenizers.normalizers.Lowercase()
+    learnt.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    learnt.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["[PAD]"],  # the first gets id 0
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    learnt.train_from_iterator(texts, trainer)
+    return learnt
+
+
+def as_tokens(tokenizer: Any, texts: Sequence[str], length: int) -> np.ndarray:
+    """Returns ids of the first tokens of each text, padded behind, uint16, (texts, length)."""
+    tokenizer.enable_truncation(length)
+    tokenizer.enable_padding(length=length, pad_id=PADDING, pad_token="[PAD]")
+    return np.array([row.ids for row in tokenizer.encode_batch(texts)], np.uint16)
+
+
+ROW = 129
+TEST_SHARE = 0.1
+BOOK = re.compile(r"\*\*\* START OF.*?\n(.*)\nEnd of (?:the )?Project Gutenberg", re.DOTALL)
+
+
+def read_tinyshakespeare(folder: Path) -> Dataset:
+    """Reads Shakespeare, for the prediction of each next character."""
+    path = folder / "input.txt.gz"
+    with reading(path):
+        return _next_characters(_unpacked(path))
+
+
+def read_war_and_peace(folder: Path) -> Dataset:
+    """Reads War and Peace without its notices, for the prediction of each next character.
+
+    Characters that come fewer than 10 times share one id, the last.
+    """
+    path = folder / "warandpeace.txt.gz"
+    with reading(path):
+        return _next_characters(_book(_unpacked(path)), fewest=10)
+
+
+def _unpacked(path: Path) -> str:
+    return gzip.decompress(path.read_bytes()).decode()
+
+
+def _book(text: str) -> str:
+    """Returns the text between Project Gutenberg's header and licence.
+
+    Raises:
+        ValueError: Header or licence are missing.
+    """
+    found = BOOK.search(text)
+    if not found:
+        raise ValueError("no notices of Project Gutenberg")
+    return found[1].strip()
+
+
+def _next_characters(text: str, fewest: int = 1) -> Dataset:
+    """Cuts a text into rows of 129 characters without overlap.
+
+    The first 128 characters of a row are the input, the last 128 the labels. The end of the text
+    is the test.
+
+    Args:
+        text: The text.
+        fewest: Characters that come less often share one id.
+
+    Raises:
+        ValueError: The text is too short to be trained on and tested.
+    """
+    ids, classes = _as_ids(text, fewest)
+    rows = ids[: len(ids) // ROW * ROW].view(-1, ROW)
+    tests = int(TEST_SHARE * len(rows))
+    if not tests:
+        raise ValueError(f"{len(text)} characters are too few")
+    train, test = rows.split([len(rows) - tests, tests])
+    return Dataset(train[:, :-1], train[:, 1:], test[:, :-1], test[:, 1:], classes=classes)
+
+
+def _as_ids(text: str, fewest: int) -> tuple[Tensor, int]:
+    """Returns ids of the characters in their order, one id for rare ones, and the number of ids."""
+    often = Counter(text)
+    frequent = sorted(character for character in often if often[character] >= fewest)
+    number = {character: place for place, character in enumerate(frequent)}
+    rare = len(frequent)
+    ids = torch.tensor([number.get(character, rare) for character in text])
+    return ids, rare + (len(often) > rare)
+
 
 CHARACTERS = 8
 """Characters read of a text per token: about twice as many as a token has on average."""

@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
+from outergrad.launch.errors import RecipeError
 from outergrad_lab.experiments.frames import Result, curves, finals, ranks
-from outergrad_lab.experiments.hours import around_hub
-from outergrad_lab.experiments.links import over_links
-from outergrad_lab.experiments.quantities import heading
+from outergrad_lab.experiments.hours import around_hub, over_links
+from outergrad_lab.experiments.quantities import NOTHING, heading
 from outergrad_lab.experiments.sweeps import with_best
-from outergrad_lab.experiments.wanted import chosen, in_order, names
 from outergrad_lab.labels import LOOKS, OTHER, USUAL, Method, Style, told_apart
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
 
 _COURSE = ("step", "epoch", "seconds", "hours")
 _OF_COURSE = ("loss", "test_loss", "accuracy", "auc")
@@ -118,3 +121,52 @@ def styles(along: list[str], keys: Sequence[tuple[Any, ...]]) -> list[Style]:
     colours = color_palette("viridis", len(keys)).as_hex()
     both = zip(colours, cycle(_MARKERS), strict=False)
     return [USUAL | {"color": colour, "marker": marker} for colour, marker in both]
+
+
+def names(value: str | list[str] | None) -> list[str]:
+    """Returns one name, several or none as a list."""
+    return [] if value is None else [value] if isinstance(value, str) else list(value)
+
+
+def chosen(
+    what: str, frame: DataFrame, columns: Sequence[str], where: Mapping[str, Any] | None
+) -> DataFrame:
+    """Returns the rows whose settings are those of `where`; a list allows several values.
+
+    Raises:
+        RecipeError: A name of `columns` or `where` is no column; names it and the known ones.
+    """
+    where = where or {}
+    for name in (*columns, *where):
+        if name not in frame.columns:
+            known = ", ".join(sorted(map(str, frame.columns)))
+            raise RecipeError(f"{what}: there is no {name!r} in the results; use one of {known}")
+    for name, value in where.items():
+        frame = frame[frame[name].isin(value if isinstance(value, list) else [value])]
+    return frame
+
+
+def in_order(frame: DataFrame, columns: Sequence[str]) -> DataFrame:
+    """Sorts columns as a reader expects: numbers rise, words keep their first order.
+
+    Unknown values become `NOTHING` and come last.
+    """
+    from pandas import Categorical
+
+    filled = frame[list(columns)].astype(object).fillna(NOTHING)
+    ordered = {
+        name: Categorical(filled[name], _sorted(filled[name].unique()), ordered=True)
+        for name in columns
+    }
+    return frame.assign(**ordered)
+
+
+def groups(frame: DataFrame, columns: list[str]) -> dict[tuple[Any, ...], DataFrame]:
+    """Returns the rows of each combination of values, sorted; all rows if there are no columns."""
+    return dict(iter(frame.groupby(columns, observed=True))) if columns else {(): frame}
+
+
+def _sorted(values: Sequence[Any]) -> list[Any]:
+    words = [value for value in values if isinstance(value, str) and value != NOTHING]
+    numbers = sorted(value for value in values if not isinstance(value, str))
+    return [*numbers, *words, NOTHING]

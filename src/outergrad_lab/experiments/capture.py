@@ -19,9 +19,9 @@ from outergrad.core.types import Factors, Part, place_name
 from outergrad.launch.links import ShapedLink
 from outergrad.methods.dad import DADCompressor
 from outergrad.session.attach import attach
-from outergrad.tools.plan.link_time import as_settled
+from outergrad.tools.plan.network import as_settled
 from outergrad_lab.data import Dataset, load
-from outergrad_lab.training.optimizers import ADAM_EPS
+from outergrad_lab.training.job import ADAM_EPS
 from outergrad_lab.workloads import WORKLOADS
 
 _EXACT = og.DAD(always=True, reveal="activations")

@@ -16,8 +16,7 @@ from outergrad.linalg.compress import compress
 from outergrad.linalg.low_rank import LowRank
 from outergrad.linalg.subspace import OVERSAMPLING
 from outergrad_lab.experiments.capture import Captured, capture, formed
-from outergrad_lab.experiments.settings import at_least
-from outergrad_lab.experiments.task import Context
+from outergrad_lab.experiments.task import Context, at_least
 
 T = TypeVar("T")
 

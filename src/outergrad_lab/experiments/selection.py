@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from outergrad.launch.errors import RecipeError
-from outergrad.linalg.selection import above, random_k, top_blocks, top_k
-from outergrad.linalg.sidco import STAGE_DENSITY, threshold
+from outergrad.linalg.selection import STAGE_DENSITY, above, random_k, threshold, top_blocks, top_k
 from outergrad_lab.experiments.capture import capture
 from outergrad_lab.experiments.iterations import CONSECUTIVE, WORKLOADS_IN_FACTORS, timed
-from outergrad_lab.experiments.settings import at_least
-from outergrad_lab.experiments.task import Context
+from outergrad_lab.experiments.task import Context, at_least
 
 BLOCK = 64
 LEAST_NUMEL = 100_000

@@ -8,9 +8,8 @@ from typing import Any
 
 from outergrad.launch.errors import RecipeError
 from outergrad_lab.experiments.kinds import KINDS, TRAINED
-from outergrad_lab.experiments.settings import read, require_known
 from outergrad_lab.experiments.sweeps import number_due
-from outergrad_lab.experiments.task import Settings, Task
+from outergrad_lab.experiments.task import Settings, Task, read, require_known
 
 IN_PACKAGE = Path(__file__).with_name("experiments")
 IN_REPOSITORY = Path(__file__).parents[3] / "experiments"

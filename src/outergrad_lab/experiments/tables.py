@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from outergrad._whole_files import write_whole
 from outergrad.launch.errors import RecipeError
 from outergrad.report.recording import require
+from outergrad_lab.experiments.asked import chosen, groups, in_order, names
 from outergrad_lab.experiments.frames import (
     HEADINGS,
     Result,
@@ -24,11 +28,176 @@ from outergrad_lab.experiments.frames import (
 from outergrad_lab.experiments.hours import around_hub
 from outergrad_lab.experiments.quantities import NOTHING, QUANTITIES, heading, text, title
 from outergrad_lab.experiments.sweeps import with_best
-from outergrad_lab.experiments.verdicts import verdicts
-from outergrad_lab.experiments.wanted import chosen, groups, in_order, names
+from outergrad_lab.experiments.task import read
+from outergrad_lab.labels import Method
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+VERDICTS = (
+    *("test_loss", "sent_bytes", "loss_gap", "gap_share"),
+    *("bytes_share", "steps_to", "fewer_near"),
+)
+"""Measured columns per method or family."""
+
+_AT_MOST = 1.01
+"""Ratio up to which bytes count as the reference's: a method cannot always hit them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Against:
+    """Methods to compare with.
+
+    Attributes:
+        reference: A method.
+        dense: The method that sends whole gradients.
+        within: Largest relative distance to its loss that counts as near.
+    """
+
+    reference: str
+    dense: str = "ddp"
+    within: float = 0.005
+
+
+@dataclass(frozen=True)
+class Course:
+    """Course of one method on one workload at one number of sites, the mean over its seeds.
+
+    Attributes:
+        method: Name of the method.
+        sent_bytes: Bytes sent by a site until each test.
+        losses: Losses of the tests.
+        steps: Steps until the last test.
+        runs: Number of runs that it is the mean of.
+    """
+
+    method: str
+    sent_bytes: Floats = field(repr=False)
+    losses: Floats = field(repr=False)
+    steps: int
+    runs: int
+
+    @property
+    def last(self) -> float:
+        """Loss after the last step."""
+        return float(self.losses[-1])
+
+    @property
+    def step_bytes(self) -> float:
+        """Bytes sent per step and site."""
+        return float(self.sent_bytes[-1]) / self.steps
+
+    def bytes_to(self, loss: float) -> float:
+        """Returns a site's bytes until the test loss stays this low; NaN if it never does."""
+        above = np.flatnonzero(~(self.losses <= loss))
+        if not len(above):
+            return float(self.sent_bytes[0])
+        last = int(above[-1])
+        if last + 1 == len(self.losses):
+            return math.nan
+        pair = slice(last, last + 2)
+        return float(np.interp(-loss, -self.losses[pair], self.sent_bytes[pair]))
+
+
+def verdicts(
+    results: Iterable[Result], asked: Mapping[str, Any], *, by_family: bool = False
+) -> DataFrame:
+    """Returns a row per workload, number of sites and method, or family.
+
+    Columns are `workload`, `sites`, `method`, `family`, `kind` and `VERDICTS`: the last test loss
+    and bytes per step; `loss_gap` to dense; `gap_share`, that gap over the reference's;
+    `steps_to`, the steps until the reference's last loss; `bytes_share`, the bytes until then over
+    all bytes of the reference; and `fewer_near`, the ratio of all bytes of dense to the bytes until
+    the loss is near that of dense. In a family the best of its methods counts, and for loss and gap
+    the best that sends no more than the reference. Methods with fewer seeds than the reference do
+    not count there. Without results of dense or of the reference there is no row.
+    Courses are means over the seeds that have run. A loss counts as reached once no later test is
+    above it, on the line between the two tests where that begins; before the first test none is.
+    """
+    from pandas import DataFrame
+
+    against, found = read(Against, asked), []
+    for (workload, sites), courses in _courses(results).items():
+        named = {course.method: course for course in courses}
+        if against.reference in named and against.dense in named:
+            one, other = named[against.reference], named[against.dense]
+            if by_family:
+                courses = [course for course in courses if course.runs >= one.runs]
+            own = [_against(course, one, other, against.within) for course in courses]
+            own = _by_family(own, one) if by_family else own
+            found += [{"workload": workload, "sites": sites, **row} for row in own]
+    columns = ("kind", "workload", "sites", "method", "family", "seed", *VERDICTS)
+    return DataFrame(found).reindex(columns=list(columns))
+
+
+def _courses(results: Iterable[Result]) -> dict[tuple[str, int], list[Course]]:
+    """Returns the courses by workload and number of sites."""
+    runs: dict[tuple[str, int], dict[str, list[Result]]] = {}
+    for result in of_kind("training", results):
+        own = result["settings"]
+        place = own.get("workload") or own["data"], own["sites"]
+        runs.setdefault(place, {}).setdefault(own["method"], []).append(result)
+    return {
+        place: [course for found in methods.items() if (course := _mean(*found))]
+        for place, methods in runs.items()
+    }
+
+
+def _mean(method: str, runs: Sequence[Result]) -> Course | None:
+    """Returns the mean course; None if bytes were not counted, or a loss is no number."""
+    tests = [run["tests"] for run in runs]
+    sent, losses = (
+        np.array([[test[name] for test in of_run] for of_run in tests], dtype=float).mean(axis=0)
+        for name in ("sent_bytes", "loss")
+    )
+    known = bool(np.isfinite([sent[-1], losses[-1]]).all())
+    return Course(method, sent, losses, tests[0][-1]["step"], len(runs)) if known else None
+
+
+def _against(course: Course, reference: Course, dense: Course, within: float) -> dict[str, Any]:
+    gap = course.last - dense.last
+    whole = reference.last - dense.last
+    reached, near = (course.bytes_to(n) for n in (reference.last, dense.last * (1 + within)))
+    return {
+        "kind": "training",
+        "seed": 0,
+        "method": course.method,
+        "family": Method.parse(course.method).family,
+        "test_loss": course.last,
+        "sent_bytes": course.step_bytes,
+        "loss_gap": gap,
+        "gap_share": gap / whole if whole > 0 else math.nan,
+        "bytes_share": reached / reference.sent_bytes[-1],
+        "steps_to": reached / course.step_bytes,
+        "fewer_near": dense.sent_bytes[-1] / near if near else math.nan,
+    }
+
+
+def _by_family(rows: Sequence[dict[str, Any]], reference: Course) -> list[dict[str, Any]]:
+    """Returns the best of each family in each respect."""
+    families: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        families.setdefault(row["family"], []).append(row)
+    most = _AT_MOST * reference.step_bytes
+    return [_best(found, most) for found in families.values()]
+
+
+def _best(rows: Sequence[dict[str, Any]], most_bytes: float) -> dict[str, Any]:
+    fitting = [row for row in rows if row["sent_bytes"] <= most_bytes]
+    least = min(fitting, key=lambda row: row["test_loss"], default={})
+    at_these_bytes = {name: least.get(name, math.nan) for name in VERDICTS[:4]}
+    to_losses = {
+        "bytes_share": np.fmin.reduce([row["bytes_share"] for row in rows]),
+        "steps_to": np.fmin.reduce([row["steps_to"] for row in rows]),
+        "fewer_near": np.fmax.reduce([row["fewer_near"] for row in rows]),
+    }
+    return {**rows[0], "method": None, **at_these_bytes, **to_losses}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,17 @@ from torch.distributed import ProcessGroup
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.simulate import Stop, simulate
 from outergrad_lab.data import Dataset, load
-from outergrad_lab.experiments.hospitals import Hospital, Seen, dealt, judged, seen_at
-from outergrad_lab.experiments.scores import Scores, effective_ranks, scores
-from outergrad_lab.experiments.settings import at_least, read
-from outergrad_lab.experiments.task import Context, Settings
+from outergrad_lab.experiments.hospitals import (
+    Hospital,
+    Scores,
+    Seen,
+    dealt,
+    effective_ranks,
+    judged,
+    scores,
+    seen_at,
+)
+from outergrad_lab.experiments.task import Context, Settings, at_least, read
 from outergrad_lab.peers.named import sites_differ
 from outergrad_lab.training.job import Job
 from outergrad_lab.training.sites import Group, mean_over_sites

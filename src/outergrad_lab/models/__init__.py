@@ -9,10 +9,14 @@ from torch import nn
 
 from outergrad.launch.errors import RecipeError
 from outergrad_lab.data.dataset import Format
-from outergrad_lab.models.activations import ACTIVATIONS, Activation
-from outergrad_lab.models.cnn import build_cnn, build_two_convolutions
-from outergrad_lab.models.mlp import build_mlp
-from outergrad_lab.models.recurrent import build_recurrent
+from outergrad_lab.models.small import (
+    ACTIVATIONS,
+    Activation,
+    build_cnn,
+    build_mlp,
+    build_recurrent,
+    build_two_convolutions,
+)
 from outergrad_lab.models.transformers import build_encoder, build_gpt, build_vit
 
 INPUTS: dict[str, Callable[[Format], bool]] = {

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from outergrad.launch.errors import RecipeError
 from outergrad_lab.data.dataset import Format
-from outergrad_lab.data.tokens import PADDING
-from outergrad_lab.models.activations import Activation
+from outergrad_lab.data.texts import PADDING
+from outergrad_lab.models.small import Activation
 
 PATCH = 4
 

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outergrad.methods.common import Settings, require
-from outergrad_lab.peers.chunks import Entries
-from outergrad_lab.peers.packing import VALUES, Message, mean_of
+from outergrad_lab.peers.packing import VALUES, Entries, Message, mean_of
 from outergrad_lab.peers.peer import OptimizerPeer
 
 

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from outergrad.tools.named_methods import attach as library
-from outergrad.tools.named_methods.attach import METHODS, Attach, Family
-from outergrad.tools.named_methods.replica import Peer, Replica
+from outergrad.tools.named_methods.attach import METHODS, Attach, Family, Peer, Replica
 from outergrad_lab.peers.acp_sgd import ACPSGD
 from outergrad_lab.peers.decoupled_momentum import DeMo
 from outergrad_lab.peers.orthonormal_updates import Dion

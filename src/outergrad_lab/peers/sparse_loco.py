@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from outergrad.methods.common import Settings, require
-from outergrad_lab.peers.chunks import Chunks
-from outergrad_lab.peers.packing import VALUES, Message
+from outergrad_lab.peers.packing import VALUES, Chunks, Message
 from outergrad_lab.peers.peer import OptimizerPeer
 
 

@@ -1,16 +1,60 @@
 """Settings of one training."""
 
-from collections.abc import Iterable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
 
 from outergrad.launch.errors import RecipeError
-from outergrad.tools.named_methods.settings import did_you_mean
+from outergrad.tools.named_methods.attach import did_you_mean
 from outergrad_lab.data import SOURCES
 from outergrad_lab.models import MODELS, require_fit
-from outergrad_lab.models.activations import ACTIVATIONS
+from outergrad_lab.models.small import ACTIVATIONS
 from outergrad_lab.peers.named import attach_of
-from outergrad_lab.training.optimizers import OPTIMIZERS
 from outergrad_lab.training.split import SPLITS
+
+ADAM_EPS = 1e-6
+"""Above the rounding noise of a gradient: Adam makes whole steps of what is larger than eps."""
+
+
+class Sign(Optimizer):
+    """Moves every weight by the learning rate, against the sign of its gradient.
+
+    Source: Bernstein et al., signSGD, arXiv 1802.04434; it has no momentum.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:  # PyTorch says None or float
+        """Moves the weights that have a gradient."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.grad.sign())
+        return loss
+
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "adam": partial(Adam, eps=ADAM_EPS),
+    "sgd": SGD,
+    "momentum": partial(SGD, momentum=0.9),
+    "sign": Sign,
+}
+"""Constructors that take the parameters and `lr=`; "sgd" and "sign" are without momentum."""
+
+
+def optimizer_of(name: str, parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
+    """Returns the optimizer of a name, a key of `OPTIMIZERS`."""
+    return OPTIMIZERS[name](parameters, lr=lr)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +110,7 @@ class Job:
         require(all(width > 0 for width in self.widths or ()), "widths", "above 0", self)
         require_fit(self.model, SOURCES[self.data].format, self.widths, self.activation)
 
-    def first_difference(self, other: "Job") -> str | None:
+    def first_difference(self, other: Job) -> str | None:
         """Returns the name of the first field in which two jobs differ, if any."""
         names = (field.name for field in fields(self))
         return next((name for name in names if getattr(self, name) != getattr(other, name)), None)

@@ -17,13 +17,12 @@ from outergrad.launch.console import count, step_bars
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.simulate import Stop
 from outergrad.record.jsonl import JSONL
-from outergrad.report.verdict import cost_of_bytes
+from outergrad.report.summary import cost_of_bytes
 from outergrad.tools.named_methods.attach import all_reduce_bytes
 from outergrad_lab.data import Dataset, load
 from outergrad_lab.training.job import Job
-from outergrad_lab.training.position import Position
 from outergrad_lab.training.recording import recorder_into
-from outergrad_lab.training.saving import Saver, Saving
+from outergrad_lab.training.saving import Position, Saver, Saving
 from outergrad_lab.training.sites import Group, mean_over_sites, prepare_together, rank_in
 from outergrad_lab.training.split import Rows
 from outergrad_lab.training.training import Training, deal, start

@@ -17,8 +17,7 @@ from outergrad.tools.named_methods.attach import Distributed, Replica
 from outergrad_lab.data import Dataset
 from outergrad_lab.models import build_model
 from outergrad_lab.peers.named import attach_of
-from outergrad_lab.training.job import Job
-from outergrad_lab.training.optimizers import optimizer_of
+from outergrad_lab.training.job import Job, optimizer_of
 from outergrad_lab.training.recording import Recording
 from outergrad_lab.training.sites import Group, mean_over_sites, number_in, smallest_over_sites
 from outergrad_lab.training.split import SPLITS, Batches, Rows, batch_sizes, full_batches

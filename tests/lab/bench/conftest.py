@@ -6,10 +6,10 @@ from datetime import timedelta
 
 import pytest
 
-from outergrad_lab.bench import meeting
+from outergrad_lab.bench import trainer
 
 
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch):
     """Lets a site that waits in vain fail its test."""
-    monkeypatch.setattr(meeting, "PATIENCE", timedelta(seconds=20))
+    monkeypatch.setattr(trainer, "PATIENCE", timedelta(seconds=20))

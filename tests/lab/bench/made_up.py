@@ -9,8 +9,7 @@ from typing import Any
 from outergrad.launch.traffic import InterfaceTraffic
 from outergrad_lab.bench.measure import Block
 from outergrad_lab.bench.plan import COMPARED, Plan
-from outergrad_lab.bench.probe import Probe
-from outergrad_lab.bench.results import Arrival, LinkResult, Results, Timing
+from outergrad_lab.bench.results import Arrival, LinkResult, Probe, Results, Timing
 from outergrad_lab.bench.site import Found
 from outergrad_lab.bench.trainer import Phases
 from outergrad_lab.bench.until import Mark

@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from covering import LONG
-from outergrad.methods.auto.usual import Stretch
+from outergrad.methods.auto.trials import Stretch
 from places import REPOSITORY
 
 sys.path.append(str(REPOSITORY / "benchmarks"))

@@ -11,7 +11,7 @@ import pytest
 from threads import at_every_site
 
 from outergrad.launch.traffic import InterfaceTraffic
-from outergrad_lab.bench import measure, meeting
+from outergrad_lab.bench import measure, trainer
 from outergrad_lab.bench.measure import Trainers, take_block, time_steps
 from outergrad_lab.bench.plan import Plan
 from outergrad_lab.bench.trainer import Phases
@@ -65,7 +65,7 @@ def run(monkeypatch, path, *, keep=True, sites=1, step_s=lambda site, method: 1.
         return list(time_steps(Plan(methods=METHODS, **plan), None, keep, meter, meeting))
 
     monkeypatch.setattr(measure, "Trainer", build)
-    monkeypatch.setattr(meeting, "HEAD_START_S", 0)
+    monkeypatch.setattr(trainer, "HEAD_START_S", 0)
     monkeypatch.setattr(measure, "gc", SimpleNamespace(collect=lambda: None))  # takes its time
     return at_every_site(path / "meeting", sites, body), diaries
 

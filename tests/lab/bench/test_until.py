@@ -9,7 +9,7 @@ import pytest
 from threads import at_every_site
 
 from outergrad.launch.traffic import InterfaceTraffic
-from outergrad_lab.bench import meeting, until
+from outergrad_lab.bench import trainer, until
 from outergrad_lab.bench.plan import Plan
 from outergrad_lab.bench.trainer import Phases
 from outergrad_lab.bench.until import Mark, train_until
@@ -67,7 +67,7 @@ def run(monkeypatch, path, sites=1, **plan):
         return marks
 
     monkeypatch.setattr(until, "Trainer", build)
-    monkeypatch.setattr(meeting, "HEAD_START_S", 0)
+    monkeypatch.setattr(trainer, "HEAD_START_S", 0)
     monkeypatch.setattr(until, "test_loss", lambda model, *_: model.loss())
     return at_every_site(path / "meeting", sites, body), learners
 

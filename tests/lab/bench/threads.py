@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from outergrad_lab.bench.meeting import Meeting
+from outergrad_lab.bench.trainer import Meeting
 
 T = TypeVar("T")
 

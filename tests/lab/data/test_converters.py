@@ -13,8 +13,8 @@ import pytest
 from outergrad.launch.console import download_bars
 from outergrad.launch.errors import RecipeError
 from outergrad_lab.data import SOURCES
+from outergrad_lab.data.catalogue import Original
 from outergrad_lab.data.download import download
-from outergrad_lab.data.source import Original
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (10, 3072), dtype=np.uint8)
 

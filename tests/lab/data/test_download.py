@@ -14,8 +14,8 @@ from outergrad.launch.console import download_bars
 from outergrad.launch.errors import RecipeError
 from outergrad_lab.commands.data import data_app
 from outergrad_lab.data import SOURCES, Format, Source
+from outergrad_lab.data.catalogue import Original
 from outergrad_lab.data.download import download
-from outergrad_lab.data.source import Original
 from outergrad_lab.training.job import Job
 
 FILES = {"images.gz": b"i" * 200_000, "labels.gz": b"l" * 100}

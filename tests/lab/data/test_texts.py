@@ -11,9 +11,9 @@ import torch
 from small_files import TRAIN, write
 
 from outergrad.launch.errors import RecipeError
-from outergrad_lab.data import SOURCES, load, texts, tokens
+from outergrad_lab.data import SOURCES, load, texts
 from outergrad_lab.data.cache import cached, key_of
-from outergrad_lab.data.tokens import PADDING, as_tokens, learn_tokens
+from outergrad_lab.data.texts import PADDING, as_tokens, learn_tokens
 
 TEXTS = ["The cat, the HAT", "a cat\nin a hat \u00e9\u20ac", "", "cats " * 50]
 
@@ -52,7 +52,7 @@ def test_rows_are_padded_behind_or_cut(length):
 def test_the_same_texts_give_the_same_tokens():
     first, second = (learn_tokens(TEXTS).get_vocab() for _ in range(2))
     assert first == second
-    assert len(first) <= tokens.VOCABULARY
+    assert len(first) <= texts.VOCABULARY
 
 
 @pytest.mark.parametrize("name", ["imdb", "ag-news"])
@@ -137,7 +137,7 @@ def no_home():
 
 
 def test_a_missing_library_is_one_line(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokens, "tokenizers", None)
+    monkeypatch.setattr(texts, "tokenizers", None)
     write("imdb", tmp_path)
     with pytest.raises(
         RecipeError, match=r"imdb needs tokenizers: pip install 'outergrad\[text\]'"

@@ -12,13 +12,13 @@ from outergrad.launch.errors import RecipeError
 from outergrad_lab.data import Dataset, load
 from outergrad_lab.experiments.hospitals import (
     Seen,
+    area_under_curve,
     best_threshold,
     dealt,
     hospitals_of,
     judged,
     second_class,
 )
-from outergrad_lab.experiments.scores import area_under_curve
 from outergrad_lab.experiments.task import Context
 from outergrad_lab.experiments.training import TrainingWork
 from outergrad_lab.training.job import Job

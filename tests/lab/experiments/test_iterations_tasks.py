@@ -16,8 +16,7 @@ from outergrad_lab.experiments import capture as captures
 from outergrad_lab.experiments import iterations
 from outergrad_lab.experiments.capture import capture, formed
 from outergrad_lab.experiments.iterations import TRIALS, IterationsWork
-from outergrad_lab.experiments.settings import read
-from outergrad_lab.experiments.task import Context
+from outergrad_lab.experiments.task import Context, read
 from outergrad_lab.workloads import WORKLOADS
 
 SETTINGS = {"workload": "gru", "batch_size": 4, "rank": 2, "steps": 5}

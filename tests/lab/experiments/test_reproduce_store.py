@@ -8,7 +8,7 @@ import math
 import pytest
 
 from outergrad.launch.errors import RecipeError
-from outergrad_lab.experiments.store import Store
+from outergrad_lab.experiments.run import Store
 from outergrad_lab.experiments.task import Task
 
 TASKS = [Task(kind="training", settings={"seed": seed}) for seed in range(3)]

@@ -10,7 +10,7 @@ from sklearn.metrics import roc_auc_score
 from torch import nn
 
 from outergrad.launch.errors import RecipeError
-from outergrad_lab.experiments.scores import area_under_curve, effective_ranks
+from outergrad_lab.experiments.hospitals import area_under_curve, effective_ranks
 from outergrad_lab.experiments.task import Context
 from outergrad_lab.experiments.training import TrainingWork
 

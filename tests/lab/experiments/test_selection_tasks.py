@@ -15,8 +15,7 @@ from outergrad_lab.experiments import capture as captures
 from outergrad_lab.experiments import iterations, selection
 from outergrad_lab.experiments.capture import capture
 from outergrad_lab.experiments.selection import WAYS, SelectionWork, heavy_tailed
-from outergrad_lab.experiments.settings import read
-from outergrad_lab.experiments.task import Context
+from outergrad_lab.experiments.task import Context, read
 from outergrad_lab.workloads import WORKLOADS
 
 DRAWN = {"drawn": 20_000, "density": 0.01}

@@ -10,9 +10,8 @@ import pytest
 from outergrad.launch.errors import RecipeError
 from outergrad_lab.bench.plan import Plan
 from outergrad_lab.bench.run import count_parameters
-from outergrad_lab.experiments.settings import read
-from outergrad_lab.experiments.sites import SitesWork
-from outergrad_lab.experiments.task import Context
+from outergrad_lab.experiments.kinds import SitesWork
+from outergrad_lab.experiments.task import Context, read
 
 SETTINGS = {
     "workload": "deep-mlp",

@@ -10,9 +10,8 @@ import pytest
 from outergrad.launch import links
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.links import ShapedLink, what_is_missing
-from outergrad_lab.experiments.settings import read
-from outergrad_lab.experiments.task import Context
-from outergrad_lab.experiments.timing import TimingWork
+from outergrad_lab.experiments.kinds import TimingWork
+from outergrad_lab.experiments.task import Context, read
 
 MISSING = what_is_missing(ShapedLink(rate_bit_per_s=1e8), 2)
 SETTINGS = {"workload": "deep-mlp", "sites": 2, "link": "100mbit", "methods": ["ddp", "dad"]}

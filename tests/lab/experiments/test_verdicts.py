@@ -10,8 +10,7 @@ from made_up_results import a_test, training
 pytest.importorskip("pandas")
 
 from outergrad_lab.experiments.asked import ask
-from outergrad_lab.experiments.tables import write_tables
-from outergrad_lab.experiments.verdicts import verdicts
+from outergrad_lab.experiments.tables import verdicts, write_tables
 
 AGAINST = {"reference": "og-powersgd:rank=4", "within": 0.1}
 

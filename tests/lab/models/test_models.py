@@ -8,8 +8,7 @@ from torch.nn.functional import cross_entropy
 from outergrad.launch.errors import RecipeError
 from outergrad_lab.data import Format, synthetic
 from outergrad_lab.models import INPUTS, MODELS, build_model
-from outergrad_lab.models.activations import ACTIVATIONS
-from outergrad_lab.models.mlp import mlp
+from outergrad_lab.models.small import ACTIVATIONS, mlp
 
 FORMATS = {
     "flat": Format(shape=(7,), classes=3),

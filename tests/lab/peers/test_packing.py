@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outergrad_lab.peers.chunks import Chunks, Entries
-from outergrad_lab.peers.packing import VALUES, Message, packed_bits, unpacked_bits
+from outergrad_lab.peers.packing import VALUES, Chunks, Entries, Message, packed_bits, unpacked_bits
 
 SHAPES = [(64, 128), (7,), (), (6, 10, 3), (1, 1)]
 

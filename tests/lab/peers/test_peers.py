@@ -21,7 +21,7 @@ from outergrad_lab.peers.decoupled_momentum import DeMo
 from outergrad_lab.peers.orthonormal_updates import Dion
 from outergrad_lab.peers.sparse_loco import SparseLoCo
 from outergrad_lab.peers.sparta import SPARTA
-from outergrad_lab.training.optimizers import Sign
+from outergrad_lab.training.job import Sign
 from ranks import run_on_lasting_groups
 
 NUMEL = {name: p.numel() for name, p in network().named_parameters()}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 
-from outergrad_lab.training.optimizers import ADAM_EPS, OPTIMIZERS, optimizer_of
+from outergrad_lab.training.job import ADAM_EPS, OPTIMIZERS, optimizer_of
 
 
 class SignOfTheGradient(SGD):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outergrad_lab.training.proportions import fitted_counts, whole_shares
+from outergrad_lab.training.split import fitted_counts, whole_shares
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=9), st.integers(0, 10_000))

@@ -15,7 +15,7 @@ from covering import covering
 from outergrad.tools.named_methods.attach import METHODS, Attach, attach_of
 from outergrad_lab.data import load, synthetic
 from outergrad_lab.models import build_model
-from outergrad_lab.models.mlp import mlp
+from outergrad_lab.models.small import mlp
 from outergrad_lab.training import training
 from outergrad_lab.training.job import Job
 from outergrad_lab.training.recording import Recording

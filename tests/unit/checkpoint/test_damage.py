@@ -13,10 +13,9 @@ from trainings import DAMAGES, METHOD, restored, saved_after
 
 import outergrad as og
 from outergrad.checkpoint import folder as files
-from outergrad.checkpoint.folder import saves_in
+from outergrad.checkpoint.folder import digests, saves_in, tensors, whole, without
 from outergrad.checkpoint.messaging import packed, unpacked
 from outergrad.checkpoint.parts import random_state, set_random_state
-from outergrad.checkpoint.tree import digests, tensors, whole, without
 from ranks import run_on_lasting_groups, run_ranks, try_ranks
 from sites_that_save import Site
 

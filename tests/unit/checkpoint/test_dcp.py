@@ -15,8 +15,8 @@ from torch import nn
 
 import outergrad as og
 from forked import forked_processes
-from outergrad.launch.loopback import stay_on_loopback
 from outergrad.launch.processes import run_processes
+from outergrad.launch.traffic import stay_on_loopback
 from ranks import run_on_lasting_groups
 
 METHODS = {

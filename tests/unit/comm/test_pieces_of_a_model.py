@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from outergrad.comm import course
+from outergrad.comm import agree
 from outergrad.comm.work import Ready
 from outergrad.core.transport import Comm
 from outergrad.core.types import Link
@@ -38,8 +38,8 @@ class Timed(Comm):
 def found(monkeypatch):
     def of(link: Link, nbytes: int, added_s: list[float] | None = None) -> Link:
         comm = Timed(link, added_s or [0.0] * 1000)
-        monkeypatch.setattr(course.time, "monotonic", lambda: comm.now)
-        way = course.Course(comm)
+        monkeypatch.setattr(agree.time, "monotonic", lambda: comm.now)
+        way = agree.Course(comm)
         way.broadcast(torch.zeros(nbytes, dtype=torch.uint8))
         way.settle()
         return comm.found

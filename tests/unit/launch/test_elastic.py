@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from outergrad.launch.elastic import fresh_store, shared_store
 from outergrad.launch.errors import RecipeError
+from outergrad.launch.start import fresh_store, shared_store
 
 SPAN = timedelta(seconds=20)
 

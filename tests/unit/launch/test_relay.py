@@ -7,11 +7,10 @@ import time
 import psutil
 import pytest
 
-from outergrad.launch import relay as module
+from outergrad.launch import namespaces as module
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.links import ShapedLink, what_is_missing
-from outergrad.launch.namespaces import namespaces
-from outergrad.launch.relay import can_relay, relay
+from outergrad.launch.namespaces import can_relay, namespaces, relay
 
 LATE = ShapedLink(rate_bit_per_s=None, rtt_s=0.01)
 MISSING = what_is_missing(LATE, 2) or (None if can_relay() else "no `cc` or no /dev/net/tun")

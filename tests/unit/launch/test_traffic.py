@@ -6,8 +6,7 @@ import socket
 
 import pytest
 
-from outergrad.launch.loopback import loopback_name
-from outergrad.launch.traffic import HEADER_BYTES, InterfaceCounter, InterfaceTraffic
+from outergrad.launch.traffic import HEADER_BYTES, InterfaceCounter, InterfaceTraffic, loopback_name
 
 LOOPBACK = loopback_name() or "lo"
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from outergrad import Factors
 from outergrad.core.types import Gradient
+from outergrad.linalg.low_rank import core
 from outergrad.linalg.outer import stack
 from outergrad.linalg.product import cheapest, product
-from outergrad.linalg.small_core import core
 
 SHAPES = [(24, 80, 60), (60, 40, 50), (300, 48, 64)]
 """(N, I, O): few rows; as many as columns; more than columns, as in a transformer."""

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outergrad import Factors
-from outergrad.linalg.canonical import canonical
 from outergrad.linalg.outer import weight_gradient
+from outergrad.linalg.power import canonical
 
 
 def product(factors: Factors) -> torch.Tensor:

@@ -15,7 +15,7 @@ from outergrad.core.coding import encode_all
 from outergrad.core.types import Factors
 from outergrad.linalg.compress import compress
 from outergrad.linalg.selection import leading_blocks
-from outergrad.methods.low_rank.packed import packed, unpacked
+from outergrad.methods.low_rank.memory import packed, unpacked
 from ranks import run_on_lasting_groups
 from watched import owed_by
 

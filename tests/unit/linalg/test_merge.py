@@ -8,8 +8,8 @@ from spectra import best_error, cast, decaying, gradient, relative_error, with_s
 
 from outergrad import Factors
 from outergrad.linalg.compress import compress
+from outergrad.linalg.low_rank import merge
 from outergrad.linalg.outer import stack
-from outergrad.linalg.small_core import merge
 
 
 def sites(count: int, *, groups: int = 1, dtype: torch.dtype = torch.float32) -> list[Factors]:

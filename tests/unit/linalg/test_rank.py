@@ -17,7 +17,7 @@ from spectra import (
 
 from outergrad import Factors
 from outergrad.linalg.leading import effective_rank
-from outergrad.linalg.small_core import small_core
+from outergrad.linalg.low_rank import small_core
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -8,9 +8,16 @@ import re
 import pytest
 import torch
 
-from outergrad.linalg import sidco
-from outergrad.linalg.sidco import exceeding, tail, threshold
-from outergrad.linalg.tail_fits import FITS, exponential_quantile, gamma_quantile, pareto_quantile
+from outergrad.linalg import selection
+from outergrad.linalg.selection import (
+    FITS,
+    exceeding,
+    exponential_quantile,
+    gamma_quantile,
+    pareto_quantile,
+    tail,
+    threshold,
+)
 
 ENTRIES = 200_000
 DENSITIES = (0.5, 0.1, 0.01, 0.001)
@@ -165,7 +172,7 @@ def test_a_tail_is_the_largest_entries_and_few_more(wanted):
 
 def test_a_tail_is_found_where_the_sample_is_of_larger_entries():
     flat = torch.randn(ENTRIES)
-    flat[sidco._sample(torch.arange(ENTRIES))] *= 1.5
+    flat[selection._sample(torch.arange(ENTRIES))] *= 1.5
     found = tail(flat, 0.15 * ENTRIES)
     assert found is not None
     assert 0.15 * ENTRIES <= len(found.indices_C) <= 0.5 * ENTRIES
@@ -177,7 +184,10 @@ def test_there_is_no_tail_of_zeros_or_of_equal_numbers():
     assert tail(torch.ones(1000), 1000) is not None
 
 
-@pytest.mark.parametrize("length", [1, sidco._CHUNK - 1, sidco._CHUNK, 2 * sidco._CHUNK + 1])
+CHUNK = selection._CHUNK
+
+
+@pytest.mark.parametrize("length", [1, CHUNK - 1, CHUNK, 2 * CHUNK + 1])
 def test_what_exceeds_a_threshold_is_found_chunk_by_chunk(length):
     flat = torch.randn(length)
     flat[-1] = NAN
@@ -187,14 +197,14 @@ def test_what_exceeds_a_threshold_is_found_chunk_by_chunk(length):
     assert found.indices_C[-1] == length - 1
 
 
-@pytest.mark.parametrize("n", [sidco.SAMPLE + 1, 3 * sidco.SAMPLE, 1 << 17, 1_000_000])
+@pytest.mark.parametrize("n", [selection.SAMPLE + 1, 3 * selection.SAMPLE, 1 << 17, 1_000_000])
 def test_a_sample_is_of_different_entries_of_all_columns(n):
-    sample = sidco._sample(torch.arange(n))
-    assert len(sample) == len(sample.unique()) == sidco.SAMPLE
+    sample = selection._sample(torch.arange(n))
+    assert len(sample) == len(sample.unique()) == selection.SAMPLE
     for width in (2, 64, 100, 1024):
         of_column = torch.bincount(sample % width, minlength=width)
-        assert of_column.min() > 0.8 * sidco.SAMPLE / width
-    assert torch.bincount(sample * 64 // n).min() > 0.9 * sidco.SAMPLE / 64
+        assert of_column.min() > 0.8 * selection.SAMPLE / width
+    assert torch.bincount(sample * 64 // n).min() > 0.9 * selection.SAMPLE / 64
 
 
 REFUSED = {

@@ -15,12 +15,9 @@ from outergrad.linalg.selection import (
     top_blocks,
 )
 from outergrad.messages.places import (
-    block_nbytes,
     nbytes,
     packed,
-    packed_blocks,
     unpacked,
-    unpacked_blocks,
 )
 
 LENGTHS = (1, 2, 7, 8, 9, 63, 64, 65, 1000, 4095, 4096, 4097, 100_003, 1 << 33)
@@ -160,7 +157,8 @@ def test_blocks_come_back_in_fewer_bytes(n, block):
     for k in (1, n // 10 + 1, n // 2 + 1, n):
         k = min(k, n)
         chosen = leading_blocks(flat, k, block)
-        content = packed_blocks(chosen, n, block)
-        assert len(content) == block_nbytes(n, k, block) <= nbytes(n, blocks_of(n, k, block)[1])
-        found = unpacked_blocks(content, n, k, block)
+        blocks, count = -(-n // block), len(chosen)
+        content = packed(chosen, blocks)
+        assert len(content) == nbytes(blocks, count) <= nbytes(n, blocks_of(n, k, block)[1])
+        found = unpacked(content, blocks, count)
         assert entries_of(found, n, block).equal(top_blocks(flat, k, block))

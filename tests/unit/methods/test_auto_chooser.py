@@ -15,8 +15,8 @@ from outergrad.core.choosing import Outcome, Rows, Trial
 from outergrad.core.protocols import Method
 from outergrad.core.types import Link, Slot, Unit
 from outergrad.methods.auto.chooser import MOST_GROUPS, AutoChooser, grouped
-from outergrad.methods.auto.knowledge import Arm
-from outergrad.methods.auto.usual import lower_bound
+from outergrad.methods.auto.trials import lower_bound
+from outergrad.methods.auto.ways import Arm
 from outergrad.methods.dense import DenseCompressor
 
 METHODS = [og.Dense(), og.DAD(), og.RankDAD(rank=2)]

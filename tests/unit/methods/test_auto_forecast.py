@@ -7,7 +7,7 @@ import pytest
 import outergrad as og
 from outergrad.comm.cost import RingCost
 from outergrad.core.types import Link, Slot, Unit
-from outergrad.methods.auto.forecast import Forecaster
+from outergrad.methods.auto.ways import Forecaster
 from outergrad.methods.dense import DenseCompressor
 
 LINK, FLOPS, WIDTH, ROWS = Link(1e-4, 12.5e6), 2e10, 128, 1024

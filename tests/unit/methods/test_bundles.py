@@ -15,9 +15,8 @@ from low_rank import train
 from outergrad.core.types import Unit
 from outergrad.linalg.outer import weight_gradient
 from outergrad.methods.low_rank import settings as _settings
-from outergrad.methods.low_rank.batching import _LARGE, _PADDING, Form, bundles
 from outergrad.methods.low_rank.memory import residual_of
-from outergrad.methods.low_rank.triplets import Gathered
+from outergrad.methods.low_rank.triplets import _LARGE, _PADDING, Form, Gathered, bundles
 
 SLOTS = [
     og.Slot("a", "a.weight", 40, 60),

@@ -15,7 +15,7 @@ from covering import covering
 from low_rank import backward, batch, error, expected, model, total
 from outergrad.linalg.outer import formed
 from outergrad.methods.low_rank import memory as _memory
-from outergrad.methods.low_rank.packed import Packed, packed, unpacked
+from outergrad.methods.low_rank.memory import Packed, packed, unpacked
 from outergrad.wire import Int4
 from ranks import run_on_lasting_groups
 

@@ -25,7 +25,7 @@ from low_rank import (
 )
 from outergrad.core.owners import heaviest_share, owners
 from outergrad.core.types import Link, Route, Unit
-from outergrad.methods.low_rank.cost import best_way
+from outergrad.methods.low_rank.prices import best_way
 from ranks import run_on_lasting_groups, run_ranks
 
 pytestmark = pytest.mark.usefixtures("large_matrices")

@@ -11,7 +11,7 @@ from torch import nn
 import outergrad as og
 from cases import Boom, Events
 from outergrad.events import End, Run, Scalars
-from outergrad.record.sums import Sums
+from outergrad.record.gauge import Sums
 from ranks import run_on_lasting_groups, run_ranks, try_ranks
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import outergrad as og
 from cases import Events
-from outergrad.linalg.overlap import shared_directions
+from outergrad.linalg.inner import shared_directions
 from ranks import run_on_lasting_groups
 
 

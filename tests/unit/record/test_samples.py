@@ -10,7 +10,7 @@ import outergrad as og
 from by_sample import SampleCase, built, by_sample, loss_of
 from cases import Branches, Events
 from covering import rest_slow
-from outergrad.record.by_sample import median_and_outliers
+from outergrad.record.gauge import median_and_outliers
 from ranks import run_on_lasting_groups
 
 SITES = 2

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from outergrad.replay.from_output import delta_before
+from outergrad.replay.layer import delta_before
 
 FUNCTIONS = {
     "relu": nn.ReLU(),

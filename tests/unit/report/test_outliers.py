@@ -1,8 +1,9 @@
 """Samples that stood out are listed, the worst first."""
 
 from made_up_run import write_run
-from outergrad.report.page import SHOWN, outliers, write_page
+from outergrad.report.page import write_page
 from outergrad.report.recording import load
+from outergrad.report.summary import SHOWN, outliers
 
 
 def test_they_are_named_by_site_step_and_layer(tmp_path):

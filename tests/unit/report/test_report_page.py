@@ -15,11 +15,10 @@ from made_up_run import DENSE_BYTES, MACHINE, TRAVELS, write_run
 from outergrad._event_lines import line_of
 from outergrad.events import End, Trial
 from outergrad.report import load, write_page
-from outergrad.report.files import thin
 from outergrad.report.page import names
-from outergrad.report.series import series, time_split
-from outergrad.report.summary import summary
-from outergrad.report.verdict import verdict
+from outergrad.report.recording import thin
+from outergrad.report.series import series
+from outergrad.report.summary import summary, time_split, verdict
 from outergrad.tools.commands.app import app
 
 

@@ -8,7 +8,7 @@ from pages import write_part
 
 from made_up_run import DENSE_BYTES, write_run
 from outergrad.report import load
-from outergrad.report.verdict import compared, cost_of_bytes, on_usual_link, pairwise, verdict
+from outergrad.report.summary import compared, cost_of_bytes, on_usual_link, pairwise, verdict
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import outergrad as og
-from outergrad.launch.loopback import stay_on_loopback
+from outergrad.launch.traffic import stay_on_loopback
 
 STEPS, EVERY = 12, 4
 

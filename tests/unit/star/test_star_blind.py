@@ -11,10 +11,8 @@ from test_own_transport import METHODS, build, train
 import outergrad as og
 from cases import relative_error
 from outergrad.core.errors import ExchangeError
-from outergrad.star.authority import new_authority, new_site
-from outergrad.star.frames import Kind
-from outergrad.star.kit import read_kit
-from outergrad.star.place import Place
+from outergrad.star.authority import new_authority, new_site, read_kit
+from outergrad.star.frames import Kind, Place
 from outergrad.star.run import Run
 from outergrad.star.sealing import Seal
 from stars import NAMES, folder, kit_of, on_star

@@ -7,10 +7,8 @@ import pytest
 
 from outergrad.core.errors import ExchangeError
 from outergrad.star import arrivals
-from outergrad.star.frames import MOST_BYTES, Frame, Kind
-from outergrad.star.greetings import Welcome
+from outergrad.star.frames import MOST_BYTES, Frame, Kind, Stream, Welcome
 from outergrad.star.line import Line
-from outergrad.star.place import Stream
 
 
 class Heard:

@@ -15,12 +15,11 @@ import grpc
 import pytest
 
 import outergrad as og
+from outergrad.star.authority import read_kit
 from outergrad.star.connections import Connections, Pace, Peer
 from outergrad.star.folder import HubFolder
-from outergrad.star.greetings import Hello
-from outergrad.star.journal import verified
-from outergrad.star.kit import read_kit
-from outergrad.star.repeats import Repeats
+from outergrad.star.frames import Hello
+from outergrad.star.journal import Repeats, verified
 from outergrad.star.server import METHOD, SERVICE, HubServer
 from stars import CPU
 

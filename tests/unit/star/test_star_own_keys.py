@@ -18,11 +18,11 @@ from outergrad.star.authority import (
     new_authority,
     new_request,
     read_certificate,
+    read_kit,
     read_request,
     signed_site,
 )
 from outergrad.star.folder import HubFolder
-from outergrad.star.kit import read_kit
 from outergrad.star.server import HubServer
 from outergrad.tools.commands.app import app
 from stars import CPU

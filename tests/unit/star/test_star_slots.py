@@ -9,8 +9,7 @@ import pytest
 from hub_sites import HubSite, refused, sites_of_a_hub
 from outergrad.comm.failure_report import FailureReport
 from outergrad.star import slots
-from outergrad.star.frames import Kind, MalformedError
-from outergrad.star.greetings import Hello
+from outergrad.star.frames import Hello, Kind, MalformedError
 from outergrad.star.hub import RefusedError
 from outergrad.step.agreement import GIVEN_UP, THERE, TROUBLE, word_slot
 from outergrad.step.membership_record import COME, COMING, GOING_ON, MembershipRecord

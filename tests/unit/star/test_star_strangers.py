@@ -14,20 +14,20 @@ import pytest
 import torch
 
 import outergrad as og
-from outergrad.star.authority import Identity, new_authority, new_site
+from outergrad.star.authority import Identity, new_authority, new_site, read_kit
 from outergrad.star.folder import HubFolder
 from outergrad.star.frames import (
     MOST_BYTES,
     MOST_MESSAGE_BYTES,
     Frame,
+    Hello,
     Kind,
     MalformedError,
+    Welcome,
     unpacked,
 )
-from outergrad.star.greetings import Hello, Welcome
 from outergrad.star.hub import Hub, RefusedError
 from outergrad.star.journal import verified
-from outergrad.star.kit import read_kit
 from outergrad.star.server import METHOD, SERVICE, HubServer
 from stars import CPU, NAMES, Proxy, folder, hub, kit_of, star
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import outergrad as og
 from covering import covering
-from outergrad.launch.loopback import loopback_name
+from outergrad.launch.traffic import loopback_name
 from outergrad.step import groups
 from outergrad.step.groups import MessageSequence, on_transport
 from ranks import run_on_lasting_groups, run_ranks

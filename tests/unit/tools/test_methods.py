@@ -21,7 +21,7 @@ from outergrad.tools.named_methods.attach import (
     all_reduce_bytes,
     attach_of,
 )
-from outergrad_lab.models.mlp import mlp
+from outergrad_lab.models.small import mlp
 from ranks import run_ranks
 
 STEPS = 4

@@ -20,8 +20,8 @@ from nvflare.fuel.f3.cellnet.utils import make_reply as make_cell_reply
 from nvflare.fuel.f3.message import Message
 
 from outergrad.integrations.nvflare.tunnel import CHANNEL, OPEN, Tunnels, name_in
+from outergrad.star.authority import Kit
 from outergrad.star.folder import HubFolder
-from outergrad.star.kit import Kit
 from outergrad.star.server import HubServer
 
 KIT, HUB_CELL = "kit", "outergrad.hub"

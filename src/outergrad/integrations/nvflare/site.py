@@ -23,7 +23,7 @@ from nvflare.app_common.tie.process_mgr import CommandDescriptor
 
 from outergrad.integrations.nvflare.server import HUB_CELL, KIT
 from outergrad.integrations.nvflare.tunnel import OPEN, Tunnels
-from outergrad.star.kit import Kit
+from outergrad.star.authority import Kit
 from outergrad.star.transport import KIT_VARIABLE
 
 _LOOPBACK = "127.0.0.1"

@@ -12,10 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outergrad.layers.recurrent._direction import Direction
-from outergrad.layers.recurrent._sequences import States
-from outergrad.layers.recurrent._steps import Steps
+from outergrad.layers.recurrent._sequences import States, Steps
 from outergrad.layers.recurrent._walk import (
+    Direction,
     Known,
     Recursion,
     from_outside,

@@ -11,10 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outergrad.layers.recurrent._direction import Direction
-from outergrad.layers.recurrent._sequences import States
-from outergrad.layers.recurrent._steps import Steps
-from outergrad.layers.recurrent._walk import Recursion, from_outside, hidden_weight, wide
+from outergrad.layers.recurrent._sequences import States, Steps
+from outergrad.layers.recurrent._walk import Direction, Recursion, from_outside, hidden_weight, wide
 
 
 def rnn(one: Direction, x_NI: Tensor, first: States) -> tuple[Tensor, ...]:

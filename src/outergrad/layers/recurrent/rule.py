@@ -13,9 +13,15 @@ from torch.nn.utils.rnn import PackedSequence
 from outergrad.core.protocols import TapFn
 from outergrad.core.types import Slot
 from outergrad.layers._common import LinearProducts, input_of, matrix_slot
-from outergrad.layers.recurrent._direction import Direction, parts_of
-from outergrad.layers.recurrent._sequences import Sequences, States, closed, opened
-from outergrad.layers.recurrent._steps import Steps, TurnedRound
+from outergrad.layers.recurrent._sequences import (
+    Sequences,
+    States,
+    Steps,
+    TurnedRound,
+    closed,
+    opened,
+)
+from outergrad.layers.recurrent._walk import Direction, parts_of
 
 Recur = Callable[[Direction, Tensor, States], tuple[Tensor, ...]]
 """Computes one direction from its input rows, (N, I), and initial states. Returns the hidden state

@@ -1,20 +1,25 @@
-"""Compressor of `RankDAD` and `PowerSGD`: payload of each layer, and error feedback."""
+"""Compressor of `RankDAD` and `PowerSGD`: route and payload of each layer, and error feedback."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
+from outergrad.comm.cost import cost_of
+from outergrad.comm.cost import seconds as seconds_of
 from outergrad.core.coding import Codecs, drops
+from outergrad.core.cost import CostModel, Whole
+from outergrad.core.owners import heaviest_share
 from outergrad.core.payload import EncodedRows
-from outergrad.core.step_size import Whole
+from outergrad.core.reasons import AutoWay
 from outergrad.core.transport import Capability
 from outergrad.core.types import (
     Factors,
     Gradient,
     Inheritance,
+    Link,
     Part,
-    Place,
     Route,
     Slot,
     StateDict,
@@ -22,30 +27,44 @@ from outergrad.core.types import (
     tensors_of,
 )
 from outergrad.linalg.outer import formed
-from outergrad.methods.low_rank.alternating import AlternatingSketches
-from outergrad.methods.low_rank.budget import Budget
-from outergrad.methods.low_rank.cost import Sizes, exact_rows
+from outergrad.methods.common import dense_bytes, tied_in_use
+from outergrad.methods.low_rank.budget import Budget, stands
 from outergrad.methods.low_rank.memory import (
     Memories,
     Memory,
     common_state,
-    own_state,
     residual_of,
+    saved,
 )
-from outergrad.methods.low_rank.merging import Merging
-from outergrad.methods.low_rank.prices import Prices, rows_in_messages, settled
-from outergrad.methods.low_rank.routing import LowRankRouting
+from outergrad.methods.low_rank.merging import Merging, RowsAndBias, Vectors
+from outergrad.methods.low_rank.prices import (
+    WAYS,
+    Prices,
+    Sizes,
+    best_way,
+    exact_rows,
+    rows_in_messages,
+    settled,
+)
 from outergrad.methods.low_rank.settings import LowRankSettings
-from outergrad.methods.low_rank.sketches import GlobalSketches
+from outergrad.methods.low_rank.sketches import AlternatingSketches, GlobalSketches
 from outergrad.methods.low_rank.triplets import Gathered
-from outergrad.methods.low_rank.vectors import RowsAndBias, Vectors
+from outergrad.methods.residuals import Remembering
+
+_GATHER_SITES = 2
+"""Largest number of sites between which "auto" gathers: no more bytes than to reduce, and one round
+less."""
 
 
-class LowRankCompressor(LowRankRouting):
+class LowRankCompressor(Remembering[Memory]):
     """Sends triplets or sketches of gradients, or exact factors where they are fewer bytes."""
 
     takes_plain = True
     exact = False
+    _memories: Memories
+    _budget: Budget | None = None
+    _owns: bool = True
+    """True if layers may have owners, for which the transport needs an all-to-all."""
 
     def __init__(self, settings: LowRankSettings) -> None:
         self._build(settings)
@@ -55,7 +74,9 @@ class LowRankCompressor(LowRankRouting):
         self.bucket_bytes = settings.bucket_bytes
         self.wire, self.takes_vectors = settings.codecs, bool(settings.vectors)
         self._sums = not drops(settings.codecs) and not settings.vectors
-        self._sizes, self._memories = Sizes(settings), Memories(packs=settings.packs)
+        """True if sketches may be summed: not if codecs drop numbers or vectors have codecs."""
+        self._sizes = Sizes(settings)
+        self._memories = Memories(packs=settings.packs)  # pyright: ignore[reportIncompatibleVariableOverride]
         self._gathered = Gathered(settings, self._memories, self._budget)
         self._vectors = Vectors(settings, self._memories)
         if settings.vectors:
@@ -77,6 +98,109 @@ class LowRankCompressor(LowRankRouting):
         nbytes = settings.budget_bytes(prices.dense())
         self._budget = Budget(settings, matrices, prices, nbytes, self.cost.sites)
         self._build(settings)
+
+    # -- route of low rank, for the whole session -------------------------------------------------
+
+    def settle(self, cost: CostModel, capabilities: Set[Capability]) -> None:
+        """Stores the cost model, and whether the all-to-all that owners need is there."""
+        super().settle(cost, capabilities)
+        self._owns = Capability.ALL_TO_ALL in capabilities
+
+    def wants_link(self, sites: int) -> bool:
+        """True if the link decides the route; a budget, or two sites, always gather by default."""
+        free = self._settings.reduce == "auto" and self._settings.budget is None
+        return free and sites > _GATHER_SITES
+
+    def settle_reduce(self, units: Sequence[Unit], sites: int, link: Link) -> None:
+        """Chooses the route that is fastest for the whole model."""
+        can = {Route.GATHER: True, Route.TWO_WAY: self._owns, Route.REDUCE: self._sums}
+        ways = [way for way in WAYS if can[way]]
+        model = cost_of(self, sites)
+        sent_bytes = {way: self._sent_bytes(units, sites, way) for way in ways}
+        seconds = {way: seconds_of(model, way, n, link) for way, n in sent_bytes.items()}
+        way = best_way(seconds)
+        others = tuple((other, s) for other, s in seconds.items() if other != way)
+        self.auto_way = AutoWay(way=way, seconds=seconds[way], others=others, link=link)
+
+    def _sent_bytes(self, units: Sequence[Unit], sites: int, way: Route) -> float:
+        """Returns the bytes that the busiest site sends in a step, including dense units."""
+        cost = cost_of(self, sites)
+        nbytes, merged = 0.0, dict[Slot, float]()
+        for unit in units:
+            low_rank, dense = self._low_rank_bytes(unit, sites, way), dense_bytes(unit, cost)
+            pays = low_rank * self._settings.min_ratio < dense
+            nbytes += (sites - 1) * (low_rank if pays else dense)
+            merged.update({m: self._sizes.triplets(m) for m in unit.matrices if pays})
+        if way == Route.TWO_WAY:  # an owner sends (S - 2) times more of its share than the others
+            unevenness = heaviest_share(merged, sites) - sum(merged.values()) / sites
+            nbytes += (sites - 2) * unevenness
+        return nbytes
+
+    # -- route of a unit ------------------------------------------------------------------------
+
+    def route(self, unit: Unit, rows_SK: Sequence[Sequence[int]], *, tapped: bool) -> Route:
+        """Returns GATHER for exact factors if nothing is smaller, else low rank if small enough."""
+        sites = len(rows_SK)
+        if sites == 1:
+            return Route.DENSE
+        dense = dense_bytes(unit, cost_of(self, sites))
+        low_rank = self._low_rank_bytes(unit, sites)
+        if tapped and self._sizes.exact(unit, rows_SK) <= min(low_rank, dense):
+            return Route.GATHER
+        if low_rank * self._settings.min_ratio >= dense:
+            return Route.DENSE
+        return self._low_rank_route(sites)
+
+    def taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
+        """True if exact factors are sent, or if triplets are found from factors in less time."""
+        if not self._settings.taps or len(rows_SK) == 1 or tied_in_use(unit, rows_SK):
+            return False
+        if not self._vectors.fit(unit) or not self._budget_allows(unit):
+            return False
+        if self._sizes.exact(unit, rows_SK) <= self._low_rank_bytes(unit, len(rows_SK)):
+            return self.route(unit, rows_SK, tapped=True) == Route.GATHER
+        if self.route(unit, rows_SK, tapped=True) == Route.DENSE:
+            return False
+        if self._settings.keeps_all:
+            return False
+        if any(slot.lookup or self._settings.forms(slot) for slot in unit.slots):
+            return False
+        return all(
+            self._sizes.cheaper_from_factors(slot, max(rows_S))
+            for slot, rows_S in zip(unit.slots, zip(*rows_SK, strict=True), strict=True)
+        )
+
+    def _budget_allows(self, unit: Unit) -> bool:
+        """True if factors fit a budget: it has matrices alone, and owners take no biases along."""
+        if self._budget is None:
+            return True
+        return stands(unit) and self._settings.way != Route.TWO_WAY
+
+    def break_even(self, unit: Unit, sites: int) -> float:
+        """Returns the rows per slot from which dense is fewer bytes; inf where low rank pays."""
+        dense = dense_bytes(unit, cost_of(self, sites))
+        if sites == 1:
+            return 0.0
+        if self._low_rank_bytes(unit, sites) * self._settings.min_ratio < dense:
+            return math.inf
+        if not self._settings.taps or not unit.slots:
+            return 0.0
+        return (dense - self._sizes.biases(unit.slots)) / sum(map(self._sizes.row, unit.slots))
+
+    def _low_rank_route(self, sites: int) -> Route:
+        if self._settings.way is not None:
+            return self._settings.way
+        if self._settings.budget is not None:
+            return Route.GATHER
+        if self.auto_way is not None:
+            return self.auto_way.way
+        if sites <= _GATHER_SITES:
+            return Route.GATHER
+        return Route.REDUCE if self._sums else Route.TWO_WAY
+
+    def _low_rank_bytes(self, unit: Unit, sites: int, way: Route | None = None) -> float:
+        way = way or self._low_rank_route(sites)
+        return self._sizes.low_rank(unit, cost_of(self, sites), way)
 
     # -- payload --------------------------------------------------------------------------------
 
@@ -125,51 +249,30 @@ class LowRankCompressor(LowRankRouting):
         )
         return [found[part.slot] for part in parts]
 
-    def residual(self, slot: Slot) -> Gradient | None:
-        """Returns what error feedback adds to the gradient of the next step; None for nothing."""
-        return residual_of(self._memories[slot])
-
     def commit(self, *, applied: bool) -> None:
         """Keeps the memories of the step if it is applied, those of before it otherwise."""
-        self._memories.commit(applied=applied)
+        super().commit(applied=applied)
         if self._budget is not None:
             self._budget.commit(applied=applied)
         self._sketches.forget()
 
-    def keep_before(self, places: Collection[Place]) -> None:
-        """Keeps the residuals of before the last committed step until `decide`."""
-        self._memories.keep_before(places)
-
-    def decide(self, places: Collection[Place], *, used: bool) -> None:
-        """Drops what `keep_before` kept, or restores it if the gradients were not used."""
-        self._memories.decide(places, used=used)
-
-    # -- change of the method -------------------------------------------------------------------
+    # -- residuals, and the state of a checkpoint ------------------------------------------------
 
     def remembers(self, unit: Unit) -> bool:
         """True if error feedback is on and the unit has no lookup, whose rows have no memory."""
         by_id = any(slot.lookup for slot in unit.slots)
         return self._settings.error_feedback is not None and not by_id
 
-    def hand_over(self, slots: Sequence[Slot]) -> dict[Slot, Gradient]:
-        """Returns and forgets the residuals of these slots; start directions are kept."""
-        found: dict[Slot, Gradient] = {}
-        for slot in slots:
-            memory, residual = self._memories[slot], self.residual(slot)
-            if memory is not None and residual is not None:
-                found[slot] = residual
-                self._memories.put(slot, replace(memory, residual=None))
-        return found
+    def _unsent(self, slot: Slot, memory: Memory) -> Gradient | None:
+        return residual_of(memory)
 
-    def take_over(self, slot: Slot, residual: Gradient) -> None:
-        """Adds a residual to the slot's own one, if there is one."""
-        memory, own = self._memories[slot], residual_of(self._memories[slot])
-        tensors = tensors_of(residual)
-        start = memory or Memory(tensors[0].new_zeros(slot.groups, slot.inputs, 0))
-        whole = residual if own is None else formed(residual, own)
-        self._memories.put(slot, replace(start, residual=whole))
+    def _without_unsent(self, memory: Memory) -> Memory:
+        return replace(memory, residual=None)  # start directions are kept
 
-    # -- state of a checkpoint ------------------------------------------------------------------
+    def _added(self, slot: Slot, residual: Gradient) -> Memory:
+        memory, own = self._memories[slot], self.residual(slot)
+        start = memory or Memory(tensors_of(residual)[0].new_zeros(slot.groups, slot.inputs, 0))
+        return replace(start, residual=residual if own is None else formed(residual, own))
 
     def state(self) -> StateDict:
         """Returns, under "common", what is equal on all sites and, under "own", what is not."""
@@ -177,8 +280,11 @@ class LowRankCompressor(LowRankRouting):
         way = {} if self.auto_way is None else {"low rank": self.auto_way.way.value}
         return {
             "common": {"way": way, **gathered.common_state(), **common_state(self._memories)},
-            "own": {**gathered.own_state(), **own_state(self._memories)},
+            "own": {**gathered.own_state(), **super().state()["own"], "turn": self._memories.turn},
         }
+
+    def _saved(self, memory: Memory) -> StateDict:
+        return saved(memory)
 
     def load(self, inheritance: Inheritance) -> None:
         """Continues from saved states.
@@ -190,7 +296,7 @@ class LowRankCompressor(LowRankRouting):
         known = self.auto_way and self.auto_way.way
         can = way != Route.TWO_WAY.value or self._owns
         if way is not None and can and inheritance.same_sites and Route(way) != known:
-            self._resume_way(Route(way))
+            self.auto_way = AutoWay(way=Route(way))
         sketches = self._low_rank_route(len(inheritance.predecessors)) == Route.REDUCE
         start = inheritance.first if sketches else inheritance.like
         self._memories.load(inheritance, start)

@@ -9,10 +9,9 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from outergrad.comm.backends import store_of
+from outergrad.comm.backends import USUAL_HOST, ends_with_a_site, store_of
 from outergrad.comm.board import StoreBoard
 from outergrad.comm.failure_mailbox import FailureMailbox
-from outergrad.comm.store_host import USUAL_HOST, ends_with_a_site
 from outergrad.comm.words import words_of_all
 from outergrad.core.errors import BoardGoneError, ExchangeError
 from outergrad.core.transport import Comm, Enough, MeshRanks

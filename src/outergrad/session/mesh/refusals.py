@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from outergrad.core.transform import GradientTransform
-from outergrad.methods.auto.settings import Auto
+from outergrad.methods.auto.chooser import Auto
 from outergrad.methods.local_steps import LocalSteps
 from outergrad.session.inspect import Inspection
 

@@ -9,8 +9,8 @@ import typer
 from outergrad.launch.console import errors_in_one_line
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.start import number_of_sites, under_torchrun
+from outergrad.tools.doctor.course import check_alone, check_at_site, check_rehearsal
 from outergrad.tools.doctor.meeting import PORT, meeting_at, meeting_from
-from outergrad.tools.doctor.start import check_alone, check_at_site, check_rehearsal
 
 Sites = Annotated[
     int | None,

@@ -16,8 +16,12 @@ from outergrad.tools.commands.options import METHOD_HELP
 from outergrad.tools.plan.forecast import Forecast, Question, forecast
 from outergrad.tools.plan.measure import ROUNDS
 from outergrad.tools.plan.subject import known
-from outergrad.tools.plan.table import layer_tables, methods_table
-from outergrad.tools.plan.words import sentences, why_equal_layers_differ
+from outergrad.tools.plan.table import (
+    layer_tables,
+    methods_table,
+    sentences,
+    why_equal_layers_differ,
+)
 
 WIDTH = 80
 """Columns of output that is not written to a terminal."""

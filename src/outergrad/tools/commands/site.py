@@ -78,8 +78,7 @@ def join(
 ) -> None:
     """Combine this site's key with the file that the hub has signed, into the site's kit."""
     with star_errors():
-        from outergrad.star.authority import site_name
-        from outergrad.star.kit import read_signed, refuse_open_to_others
+        from outergrad.star.authority import read_signed, refuse_open_to_others, site_name
 
         found = read_signed(signed)
         own, path = key or Path(f"{site_name(found.site)}.key"), out or Path(f"{found.site}.kit")

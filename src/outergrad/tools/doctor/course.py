@@ -1,25 +1,62 @@
-"""Sequence of the checks between sites, from the view of one site."""
+"""The checks, from the view of one site, and their report."""
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from outergrad._amounts import many, seconds, times
+from outergrad._printable import printable
 from outergrad.launch.errors import SiteError
-from outergrad.tools.doctor.board import Board, LostError, Tell, bounded
+from outergrad.launch.machine import versions
+from outergrad.launch.processes import run_processes
+from outergrad.launch.traffic import stay_on_loopback
 from outergrad.tools.doctor.findings import Finding, Level, merged, named, ok, problem
-from outergrad.tools.doctor.interface import check_addresses
-from outergrad.tools.doctor.links import ROUND_S, Measured, check_links, measure_pairs, measured
-from outergrad.tools.doctor.meeting import Roll, UnmetError, meet, not_come
-from outergrad.tools.doctor.sites import Clock, Offset, Site, check_sizes, compare, measure_offset
+from outergrad.tools.doctor.links import (
+    ROUND_S,
+    Measured,
+    check_links,
+    listen,
+    measure_pairs,
+    measured,
+    rate,
+)
+from outergrad.tools.doctor.machine import check_addresses, look_at_machine, taken_here
+from outergrad.tools.doctor.meeting import (
+    Board,
+    Clock,
+    LostError,
+    Meeting,
+    Offset,
+    Roll,
+    Site,
+    Tell,
+    UnmetError,
+    bounded,
+    check_sizes,
+    compare,
+    measure_offset,
+    meet,
+    not_come,
+    open_store,
+)
 
 _GLOO_S = 10.0
 _SUMS = 5
@@ -179,3 +216,200 @@ def agree_on_verdict(board: Board, report: Diagnosis) -> int:
         with suppress(LostError):
             board.post(f"bye/{board.rank}", "bye")
     return report.exit_code
+
+
+_LINE = "\n"
+_MARKS = {
+    Level.OK: ("✓", "+", "green"),
+    Level.NOTE: ("•", "-", "cyan"),
+    Level.WARNING: ("!", "!", "yellow"),
+    Level.PROBLEM: ("✗", "x", "bold red"),
+}
+"""Symbol, its ASCII substitute, and style of each level."""
+
+
+def show(console: Console, report: Diagnosis, closing: str = "") -> None:
+    """Prints a report: sections, tables, the verdict, and `closing` if there is no problem."""
+    plain = not console.encoding.lower().startswith("utf")
+    for title, findings in report.sections.items():
+        console.print(Text(title, style="bold"))
+        parts = [_lines(findings, plain)]
+        if title == "Between the sites":
+            parts.insert(0, _sites(report))
+        if title == "Links" and any(link.rates for link in report.links):
+            parts.insert(0, _links(report.links))
+        for part in parts:
+            console.print(Padding(part, (0, 0, 1, 2)))
+    console.print(_verdict(report.findings))
+    if closing and not report.exit_code:
+        console.print(closing, highlight=False, markup=False)
+
+
+def _lines(findings: Sequence[Finding], plain: bool) -> Table:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True, min_width=9)
+    grid.add_column(no_wrap=True, min_width=12)
+    grid.add_column()
+    for finding in findings:
+        symbol, ascii_symbol, style = _MARKS[finding.level]
+        text = Text(printable(finding.said, keep=_LINE))
+        if finding.remedy:
+            urgent = finding.level >= Level.WARNING
+            remedy = f"\n{'->' if plain else '→'} {printable(finding.remedy, keep=_LINE)}"
+            text.append(remedy, style="bold" if urgent else "dim")
+        mark = f"{ascii_symbol if plain else symbol} {finding.level.name.lower()}"
+        grid.add_row(Text(mark, style=style), finding.what, text)
+    return grid
+
+
+def _sites(report: Diagnosis) -> Table:
+    rows = {rank: (str(rank), "did not come", "", "") for rank in report.roll.missing}
+    for site in report.roll.sites:
+        clock = str(report.offsets.get(site.rank) or "not measured") if site.rank else "reference"
+        listens = f"{site.address} ({site.interface})"
+        rows[site.rank] = (str(site.rank), site.host, listens, clock)
+    table = _table("site", "machine", "gloo listens at", "clock ahead by")
+    for rank in sorted(rows):
+        table.add_row(*rows[rank])
+    return table
+
+
+def _links(links: Sequence[Measured]) -> Table:
+    table = _table("from", "to", "there and back", "one way at a time", "both ways at once")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for link in links:
+        pair, rates = (f"site {link.lower}", f"site {link.higher}"), link.rates
+        if rates:
+            table.add_row(*pair, seconds(link.rtt_s, times), rate(rates.alone), rate(rates.both))
+            table.add_row(*pair[::-1], "", rate(rates.alone_back), rate(rates.both_back))
+        else:
+            table.add_row(*pair, "-", "not measured", "-")
+    return table
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table
+
+
+def _verdict(findings: Sequence[Finding]) -> Text:
+    problems = [finding.what for finding in findings if finding.level == Level.PROBLEM]
+    warnings = sum(finding.level == Level.WARNING for finding in findings)
+    if problems:
+        count = many(len(problems), "problem")
+        count += f" and {many(warnings, 'warning')}" if warnings else ""
+        names = ", ".join(dict.fromkeys(problems))
+        said, style = f"{count}: mend {names} as said above, then look again.", "bold red"
+    elif warnings:
+        said = f"no problem, {many(warnings, 'warning')}: training will run; read the above."
+        style = "bold yellow"
+    else:
+        said, style = "all is well.", "bold green"
+    return Text(f"VERDICT: {said}", style=style)
+
+
+_NEXT = """
+Next, between two machines, with the address of the first one:
+  on the first:   outergrad doctor --sites 2 --master ADDRESS --rank 0
+  on the second:  outergrad doctor --sites 2 --master ADDRESS --rank 1
+Or rehearse on this machine:  outergrad doctor --sites 2"""
+
+
+def check_alone() -> int:
+    """Checks this machine, and returns the exit code."""
+    report = Diagnosis({"This machine": look_at_machine(os.environ)})
+    show(Console(), report, _NEXT)
+    return report.exit_code
+
+
+def check_rehearsal(sites: int, timeout_s: float) -> int:
+    """Checks this machine and local processes in the role of sites; returns the exit code."""
+    limit = timedelta(seconds=timeout_s)
+    store = TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
+    meetings = [
+        Meeting(rank=rank, sites=sites, host="127.0.0.1", port=store.port, hosted=True)
+        for rank in range(sites)
+    ]
+    return max(run_processes([partial(_rehearse, m, timeout_s) for m in meetings]))
+
+
+def _rehearse(meeting: Meeting, timeout_s: float) -> int:
+    torch.set_num_threads(max(1, torch.get_num_threads() // meeting.sites))
+    findings = look_at_machine(os.environ, sites_here=meeting.sites)
+    stay_on_loopback()
+    return _check_together(meeting, timeout_s, findings)
+
+
+def check_at_site(meeting: Meeting, timeout_s: float) -> int:
+    """Checks this machine and, together with other sites, the links; returns the exit code."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return _check_together(meeting, timeout_s, look_at_machine(os.environ, sites_here=here))
+
+
+def _check_together(meeting: Meeting, timeout_s: float, findings: list[Finding]) -> int:
+    with (
+        quiet_libraries() as terminal,
+        Console(file=terminal).status(f"site {meeting.rank} starts") as status,
+    ):
+        report, board = _examined(
+            meeting, timeout_s, findings, lambda text: status.update(f"{text} (Ctrl-C ends)")
+        )
+    if meeting.rank == 0 or board is None:
+        show(Console(), report)
+    else:
+        for finding in report.findings:
+            said = f"outergrad: site {meeting.rank}: {finding.said}; {finding.remedy}"
+            Console(stderr=True).print(said, highlight=False, markup=False)
+    if board is None:
+        return report.exit_code
+    with quiet_libraries():
+        return agree_on_verdict(board, report)
+
+
+def _examined(
+    meeting: Meeting, timeout_s: float, findings: list[Finding], tell: Tell
+) -> tuple[Diagnosis, Board | None]:
+    taken = taken_here(os.environ)
+    address = taken.address or "127.0.0.1"
+    try:
+        listener = listen(address)
+    except OSError as error:
+        said = f"cannot listen at {taken.address}: {os.strerror(error.errno or 0)}"
+        unheard = problem("interface", said, "choose another interface with GLOO_SOCKET_IFNAME")
+        return Diagnosis({"This machine": [*findings, unheard]}), None
+    with listener:
+        try:
+            store = open_store(meeting, timeout_s, tell)
+        except UnmetError as unmet:
+            return Diagnosis({"This machine": findings, "Meeting": [unmet.finding]}), None
+        board = Board(store, meeting.rank, meeting.sites)
+        me = Site(
+            rank=meeting.rank,
+            sites=meeting.sites,
+            host=socket.gethostname(),
+            interface=taken.interface or "?",
+            address=address,
+            port=listener.getsockname()[1],
+            versions=versions(),
+            findings=findings,
+        )
+        return examine(board, me, listener, timeout_s, tell), board
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[TextIO]:
+    """Context that yields the error stream, to which only this program can write meanwhile.
+
+    If a connection fails, PyTorch's libraries print a long stack trace; the report has a sentence
+    instead.
+    """
+    sys.stderr.flush()
+    with os.fdopen(os.dup(2), "w") as terminal, open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield terminal
+        finally:
+            os.dup2(terminal.fileno(), 2)

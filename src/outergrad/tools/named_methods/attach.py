@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import partial
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import nn
@@ -22,8 +24,156 @@ from outergrad.core.types import Factors, Part, Slot
 from outergrad.launch.errors import RecipeError
 from outergrad.linalg.outer import row_sum
 from outergrad.methods.dad import DAD, DADCompressor
-from outergrad.tools.named_methods.replica import Replica
-from outergrad.tools.named_methods.settings import did_you_mean, read_settings
+
+
+class Peer(Protocol):
+    """Third-party method, which synchronises by itself whenever an optimizer steps."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this site has sent in all exchanges so far."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """Number of optimizer steps so far."""
+        ...
+
+    def flush(self) -> None:
+        """Shares the changes of the last local steps; every site must call it."""
+        ...
+
+    def detach(self) -> None:
+        """Ends the exchanges."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns this site's checkpoint state, in addition to the model and the optimizer."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resumes from a state.
+
+        Raises:
+            ValueError: It is that of another number of sites, or of another model.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """This site's copy of the model.
+
+    Attributes:
+        model: Model to call and to train.
+        session: Its session, where outergrad synchronises the gradients.
+        peer: Third-party method that synchronises, where neither outergrad nor PyTorch does.
+        start_bytes: Bytes that the session had sent before the first step.
+        period: Steps from one of the session's exchanges to the next.
+        planned_bytes: Gradient bytes per step where there is neither session nor peer, if known.
+        weighted: True if the session weights a site by its samples, so that no loss need do so.
+    """
+
+    model: nn.Module
+    session: og.Session | None = None
+    peer: Peer | None = None
+    start_bytes: int = 0
+    period: int = 1
+    planned_bytes: int | None = None
+    weighted: bool = False
+
+    @property
+    def sent_bytes(self) -> int | None:
+        """Gradient bytes that this site sends per step, on average; None if nothing counts them."""
+        if self.peer:
+            return round(self.peer.sent_bytes / max(self.peer.steps, 1))
+        if not self.session:
+            return self.planned_bytes
+        stats = self.session.stats()
+        steps = self.period * max(stats.step, 1)
+        return round((stats.total_sent_bytes - self.start_bytes) / steps)
+
+    def total_sent_bytes(self, steps: int) -> int | None:
+        """Gradient bytes that this site has sent in `steps` steps; None if nothing counts them."""
+        if self.peer:
+            return self.peer.sent_bytes
+        if self.session:
+            return self.session.stats().total_sent_bytes - self.start_bytes
+        return None if self.planned_bytes is None else steps * self.planned_bytes
+
+    def finish(self) -> None:
+        """Shares the last local steps' changes; every site must call it after its last step."""
+        if self.session:
+            self.session.flush()
+        if self.peer:
+            self.peer.flush()
+
+    def close(self) -> None:
+        """Detaches the session and the peer, which leaves a plain model."""
+        if self.session:
+            self.session.detach()
+        if self.peer:
+            self.peer.detach()
+        # A class attribute of DDP, which forward passes in several threads may leave set.
+        if getattr(DistributedDataParallel, "_active_ddp_module", None) is self.model:
+            DistributedDataParallel._active_ddp_module = None
+
+
+_CODECS: dict[str, og.wire.Codec] = {
+    "bf16": og.wire.BF16(),
+    "int8": og.wire.Int8(),
+    "int4": og.wire.Int4(),
+    "int3": og.wire.Int3(),
+    "int2": og.wire.Int2(),
+}
+_OF_CODECS = ("wire", "vectors")
+"""Settings whose values are codecs."""
+
+
+def read_settings(texts: Iterable[str]) -> dict[str, Any]:
+    """Parses texts like ``rank=16`` and ``wire=topk0.1+int8`` into arguments by name.
+
+    Raises:
+        ValueError: There is no such codec, or a setting occurs twice.
+    """
+    found: dict[str, Any] = {}
+    for name, value in map(_setting, texts):
+        if name in found:
+            raise ValueError(f"{name}= is there twice")
+        found[name] = value
+    return found
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """Returns a suggestion for the closest known name; empty if none is close."""
+    close = get_close_matches(name.lower(), known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """Name and value; ``wire=fp32`` means no codec, and a value that is no literal is a string."""
+    name, _, value = text.partition("=")
+    if name in _OF_CODECS:
+        return name, () if value == "fp32" else tuple(map(_codec, value.split("+")))
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def _codec(text: str) -> og.wire.Codec:
+    """Codec of a name like ``int8``, or ``topk0.1`` with its fraction.
+
+    Raises:
+        ValueError: There is no such codec.
+    """
+    if text in _CODECS:
+        return _CODECS[text]
+    picking = re.fullmatch(r"topk([\d.e-]+)", text)
+    if picking is None:
+        known = f"{', '.join(_CODECS)}, topk with a fraction, as topk0.1, or topk0.1+int8"
+        raise ValueError(f"wire={text}; use {known}")
+    return og.wire.TopK(float(picking[1]))
 
 
 @dataclass(frozen=True, kw_only=True)

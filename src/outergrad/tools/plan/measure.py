@@ -25,8 +25,7 @@ from outergrad.tools.named_methods.attach import (
     Distributed,
     attach_of,
 )
-from outergrad.tools.plan.link_time import as_settled, sent_wire_bytes, step_seconds
-from outergrad.tools.plan.network import Network
+from outergrad.tools.plan.network import Network, as_settled, sent_wire_bytes, step_seconds
 from outergrad.tools.plan.subject import Subject
 
 ROUNDS = 3

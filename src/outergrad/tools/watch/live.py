@@ -10,15 +10,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
+from outergrad._aggregate import Watched, scalars, silence, speed
 from outergrad._amounts import amount, plain, short, times
 from outergrad._event_lines import GrowingFile, event_of, read
 from outergrad._printable import printable
 from outergrad.events import Event
-from outergrad.tools.watch.overview import silence
-from outergrad.tools.watch.picture import picture, waiting
-from outergrad.tools.watch.state import Watched
-from outergrad.tools.watch.summary import scalars, speed
-from outergrad.tools.watch.view import View
+from outergrad.tools.watch.picture import View, picture, waiting
 
 PATTERN = "site-*.jsonl"
 RECENT_BYTES = 4 << 20

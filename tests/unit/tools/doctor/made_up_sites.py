@@ -9,11 +9,10 @@ from typing import TypeVar
 
 from torch.distributed import HashStore
 
-from outergrad.tools.doctor.board import Board
 from outergrad.tools.doctor.course import Diagnosis, agree_on_verdict, examine
 from outergrad.tools.doctor.findings import ok
-from outergrad.tools.doctor.line import listen
-from outergrad.tools.doctor.sites import Site
+from outergrad.tools.doctor.links import listen
+from outergrad.tools.doctor.meeting import Board, Site
 
 T = TypeVar("T")
 VERSIONS = {"outergrad": "1.0", "torch": "2.11", "python": "3.12.1", "numpy": "2.0"}

@@ -7,7 +7,7 @@ import time
 import pytest
 from made_up_sites import VERSIONS, examined, said_at
 
-from outergrad.tools.doctor import board as board_module
+from outergrad.tools.doctor import meeting as meeting_module
 from outergrad.tools.doctor.findings import Level, problem, warning
 from outergrad.tools.doctor.meeting import meet
 
@@ -43,7 +43,7 @@ def test_without_site_0_the_others_name_it_and_who_else_is_missing():
 
 
 def test_a_site_that_stops_after_it_came_is_named(monkeypatch):
-    monkeypatch.setattr(board_module, "_ANSWER_S", 1.0)
+    monkeypatch.setattr(meeting_module, "_ANSWER_S", 1.0)
     stop = {1: lambda board, me: meet(board, me, 5, lambda _: None) and None}
     found = examined(3, instead=stop)
     report, code = found[0]

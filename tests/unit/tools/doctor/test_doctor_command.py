@@ -16,8 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from outergrad.launch.links import ShapedLink, what_is_missing
-from outergrad.launch.loopback import loopback_name
 from outergrad.launch.namespaces import INTERFACE, namespaces
+from outergrad.launch.traffic import loopback_name
 from outergrad.tools.commands.app import app
 
 DOCTOR = [sys.executable, "-m", "outergrad", "doctor"]

@@ -9,12 +9,15 @@ import pytest
 from made_up_sites import in_threads, site
 
 from outergrad.tools.doctor.findings import Level
-from outergrad.tools.doctor.line import Rates, connect, listen, measure
 from outergrad.tools.doctor.links import (
     Measured,
+    Rates,
     check_links,
     combine,
+    connect,
     ddp_step_s,
+    listen,
+    measure,
     rounds,
 )
 

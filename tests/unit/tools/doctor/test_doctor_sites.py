@@ -6,7 +6,7 @@ from made_up_sites import VERSIONS, site
 
 from outergrad.tools.doctor.course import check_group
 from outergrad.tools.doctor.findings import Level, merged, note, ok, problem
-from outergrad.tools.doctor.sites import (
+from outergrad.tools.doctor.meeting import (
     Offset,
     check_clocks,
     check_sharing,

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from outergrad.tools.doctor.findings import Level
-from outergrad.tools.doctor.interface import (
+from outergrad.tools.doctor.machine import (
     Taken,
     best_interface,
     check_addresses,

@@ -6,13 +6,10 @@ import pytest
 from made_up_sites import site
 from rich.console import Console
 
-from outergrad.tools.doctor.course import Diagnosis
+from outergrad.tools.doctor.course import Diagnosis, show
 from outergrad.tools.doctor.findings import note, ok, problem, warning
-from outergrad.tools.doctor.line import Rates
-from outergrad.tools.doctor.links import Measured
-from outergrad.tools.doctor.meeting import Roll
-from outergrad.tools.doctor.show import show
-from outergrad.tools.doctor.sites import Offset
+from outergrad.tools.doctor.links import Measured, Rates
+from outergrad.tools.doctor.meeting import Offset, Roll
 
 
 def shown(report: Diagnosis, width: int = 80, encoding: str = "utf-8") -> str:
@@ -72,8 +69,8 @@ def test_the_tables_fit(width):
 
 
 def test_what_other_sites_say_does_not_steer_the_terminal():
+    from outergrad.tools.doctor.course import _lines
     from outergrad.tools.doctor.findings import Finding, Level
-    from outergrad.tools.doctor.show import _lines
 
     finding = Finding(Level.PROBLEM, "x", "a\x1b[31mb", "c\x9bd")
     shown = [str(cell) for column in _lines([finding], True).columns for cell in column.cells]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 
-from outergrad.tools.doctor.start import quiet_libraries
+from outergrad.tools.doctor.course import quiet_libraries
 
 
 def test_libraries_are_not_heard_and_this_program_is(capfd):

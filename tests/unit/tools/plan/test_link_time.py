@@ -9,8 +9,13 @@ from outergrad.comm.trace import Awaited, Started, Trace, Tracer
 from outergrad.core.cost import Traffic
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.links import ShapedLink
-from outergrad.tools.plan.link_time import LEAST_RTT_S, as_settled, sent_wire_bytes, step_seconds
-from outergrad.tools.plan.network import network_of
+from outergrad.tools.plan.network import (
+    LEAST_RTT_S,
+    as_settled,
+    network_of,
+    sent_wire_bytes,
+    step_seconds,
+)
 
 MB = 1_000_000
 FAST = ShapedLink(rate_bit_per_s=None)

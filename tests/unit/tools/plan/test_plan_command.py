@@ -24,8 +24,7 @@ from outergrad.tools.commands.plan import COMPARED
 from outergrad.tools.plan.layers import LayerBytes, LayerPlan
 from outergrad.tools.plan.measure import Planned
 from outergrad.tools.plan.network import network_of
-from outergrad.tools.plan.table import shortened
-from outergrad.tools.plan.words import why_equal_layers_differ
+from outergrad.tools.plan.table import shortened, why_equal_layers_differ
 
 MISSING = what_is_missing(ShapedLink(rate_bit_per_s=1e8), 3)
 shaped = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

@@ -4,22 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import made_up_run
-from outergrad.tools.watch.picture import picture
-from outergrad.tools.watch.state import Watched
-from outergrad.tools.watch.view import View
-
-START = 1.7e9
-
-
-def watched(sites: int = 2, steps: int = 200, silent: dict[int, int] | None = None) -> Watched:
-    """A run; the sites that fell silent did so after so many steps."""
-    run = Watched()
-    for rank in range(sites):
-        count = (silent or {}).get(rank, steps)
-        for event in made_up_run.events(rank, sites, count, 10, START):
-            run.take(event, heard=START + count / 10)
-    return run
+from made_up_run import START
+from outergrad._aggregate import Watched
+from outergrad.tools.watch.picture import View, picture
 
 
 def view(

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from outergrad.tools.watch.chart import BLOCKS, chart
+from outergrad.tools.watch.picture import BLOCKS, chart
 
 
 def test_a_curve_rises_with_its_values():

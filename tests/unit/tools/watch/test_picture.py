@@ -9,15 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from made_up_watch import START, drawn, view, watched
+from made_up_watch import drawn, view
 from rich.console import Console
 
-from made_up_run import events, layer
+from made_up_run import START, events, layer, watched
+from outergrad._aggregate import Watched
 from outergrad._printable import printable
 from outergrad.events import End, Layer, Mishap, Run, Scalars, Step, Trial
 from outergrad.tools.watch.live import summary_line
 from outergrad.tools.watch.picture import picture
-from outergrad.tools.watch.state import Watched
 
 
 def test_at_80_by_24():

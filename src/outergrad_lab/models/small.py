@@ -1,12 +1,45 @@
-"""Networks for images: a small residual one, and the one of federated averaging."""
+"""Small networks: multilayer perceptrons, convolutional and recurrent ones."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from math import prod
 
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
 from outergrad_lab.data.dataset import Format
+
+Activation = Callable[[], nn.Module]
+"""Makes the module between two layers."""
+
+ACTIVATIONS: dict[str, Activation] = {
+    "relu": nn.ReLU,
+    "tanh": nn.Tanh,
+    "linear": nn.Identity,
+    "gelu": nn.GELU,
+}
+
+
+def mlp(widths: Sequence[int], activation: Activation = nn.ReLU) -> nn.Sequential:
+    """Builds a multilayer perceptron.
+
+    Args:
+        widths: Features of the input, of each hidden layer and of the output.
+        activation: Makes the module between two layers.
+    """
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), activation()]
+    return nn.Sequential(*layers[:-1])
+
+
+def build_mlp(format: Format, widths: Sequence[int], activation: Activation) -> nn.Sequential:
+    """Builds a multilayer perceptron for rows of any shape, flattened."""
+    layers = mlp((prod(format.shape), *widths, format.classes), activation)
+    return layers if len(format.shape) == 1 else nn.Sequential(nn.Flatten(), *layers)
+
 
 STEM = 16
 STAGES = (16, 32, 64)
@@ -76,3 +109,30 @@ def build_two_convolutions(format: Format, widths: Sequence[int], *_more: object
 def _halving(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
     norm = nn.GroupNorm(outputs // 8, outputs)
     return _conv(inputs, outputs, 5, 1), norm, nn.ReLU(), nn.MaxPool2d(2)
+
+
+class LastState(nn.Module):
+    """A recurrent layer whose output after the last step is classified."""
+
+    def __init__(self, recurrent: nn.GRU | nn.LSTM, head: nn.Module) -> None:
+        super().__init__()
+        self.recurrent = recurrent
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps sequences (rows, steps, features) to logits (rows, classes)."""
+        states, _ = self.recurrent(x)
+        return self.head(states[:, -1])
+
+
+def build_recurrent(
+    kind: type[nn.GRU | nn.LSTM], format: Format, widths: Sequence[int], activation: Activation
+) -> LastState:
+    """Builds one recurrent layer with ``widths[0]`` hidden features.
+
+    A second width is that of a layer between the recurrent one and the head.
+    """
+    (_, features), (width, *between) = format.shape, widths
+    recurrent = kind(features, width, batch_first=True)
+    head = mlp((width, *between, format.classes), activation)
+    return LastState(recurrent, head if between else head[0])

@@ -6,12 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from made_up_watch import START, watched
 
-from made_up_run import DENSE_BYTES, events, layer
+from made_up_run import DENSE_BYTES, START, events, layer, watched
+from outergrad._aggregate import (
+    Series,
+    Watched,
+    WatchedSite,
+    agreement,
+    layer_lines,
+    mean_over,
+    scalars,
+    speed,
+    whole_cosine,
+)
 from outergrad.events import Layer, Run, Scalars, Step
-from outergrad.tools.watch.state import Series, Watched, WatchedSite, mean_over, whole_cosine
-from outergrad.tools.watch.summary import agreement, layer_lines, scalars, speed
 
 
 def test_figures_of_all_sites():

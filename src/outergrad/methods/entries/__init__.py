@@ -1,1 +1,0 @@
-"""Sparse gradients: selection of entries, their form in messages, residuals of the others."""
