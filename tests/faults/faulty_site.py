@@ -31,9 +31,9 @@ import outergrad.comm.process_group
 from outergrad.comm.board import StoreBoard
 from outergrad.comm.tags import tag_of
 from outergrad.comm.torch import SEND, TorchComm
+from outergrad.commit.digests import Digests
 from outergrad.core.errors import BoardGoneError, ExchangeError
 from outergrad.messages.vote import WORDS
-from outergrad.step.digests import Digests
 from outergrad.step.groups import on_transport
 from outergrad.step.step import SharedStep
 

@@ -19,7 +19,7 @@ import outergrad as og
 from cases import mlp
 from outergrad.comm.failure_report import FailureReport
 from outergrad.comm.store_host import ends_with_a_site
-from outergrad.step.digests import Digests
+from outergrad.commit.digests import Digests
 from outergrad.step.groups import on_transport
 from ranks import run_ranks
 

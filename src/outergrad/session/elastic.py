@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from outergrad.capture.optimizer_steps import SeenOptimizers, listen
 from outergrad.comm.agree import agree
+from outergrad.commit.lost import Findings
 from outergrad.core.errors import BoardGoneError, ExchangeError, Failure
 from outergrad.core.transport import Comm
 from outergrad.methods.local_steps import LocalSteps
@@ -24,7 +25,6 @@ from outergrad.session.inspect import Inspection
 from outergrad.session.pricing import settle_again
 from outergrad.session.state import arrived, known_to_all, survived
 from outergrad.step.groups import end_unfinished, note_lost, on_transport, refuse_lost
-from outergrad.step.lost import Findings
 
 _LOG = logging.getLogger("outergrad")
 
@@ -36,7 +36,7 @@ class Elastic:
     from what they have agreed on. The training loop is told in the step that does not count, or,
     on a site that had not begun it, when it begins. The next step continues with the others.
 
-    Sites that come are admitted before a step that all agree on (`step/commit_participant.py`);
+    Sites that come are admitted before a step that all agree on (`commit/participant.py`);
     nobody leaves the transport of before until all have made the same steps.
 
     Args:

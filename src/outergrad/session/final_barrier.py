@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from outergrad.comm.failure_report import FailureReport
+from outergrad.commit.agreement import ANSWERS_S, STAYS_S
+from outergrad.commit.digests import Digests
+from outergrad.commit.lost import named
+from outergrad.commit.participant import CommitParticipant, is_in_trouble
+from outergrad.commit.peer_requests import ALL, MADE, Question, ask
 from outergrad.core.errors import BoardGoneError, DriftError, ExchangeError, Failure, SiteLostError
 from outergrad.core.transport import Board, Comm
 from outergrad.session.core import Core
 from outergrad.session.failure import FailureHandler
-from outergrad.step.agreement import ANSWERS_S, STAYS_S
-from outergrad.step.commit_participant import CommitParticipant, is_in_trouble
-from outergrad.step.digests import Digests
-from outergrad.step.lost import named
-from outergrad.step.peer_requests import ALL, MADE, Question, ask
 
 WordOf = Callable[[int], FailureReport | None]
 _POLL_S = 0.02

@@ -16,6 +16,10 @@ from torch import Tensor
 from outergrad.buckets.bucket import Bucket, Pending, Result, StepContext
 from outergrad.buckets.dense import LARGE, DenseBucket, DensePending
 from outergrad.capture.engine import NO_TASK
+from outergrad.commit.ballot import Ballot
+from outergrad.commit.deferred_votes import DeferredVotes
+from outergrad.commit.participant import CommitParticipant, refuse_if_given_up
+from outergrad.commit.step_result import StepResult
 from outergrad.core.errors import DriftError, ExchangeError
 from outergrad.core.memory import holders
 from outergrad.core.model import Choice
@@ -25,13 +29,9 @@ from outergrad.messages.vote import Subjects
 from outergrad.messages.wire import State
 from outergrad.record.stats import LayerBook, Since, Stats
 from outergrad.step import param_grad
-from outergrad.step.commit import Ballot
-from outergrad.step.commit_participant import CommitParticipant, refuse_if_given_up
-from outergrad.step.deferred_votes import DeferredVotes
 from outergrad.step.groups import MessageSequence
 from outergrad.step.receiving import only
 from outergrad.step.step import SharedStep
-from outergrad.step.step_result import StepResult
 
 
 class BucketView:

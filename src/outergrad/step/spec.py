@@ -8,6 +8,8 @@ from typing import Protocol
 
 from outergrad.buckets.bucket import Bucket, Pending, StepContext
 from outergrad.capture.engine import NO_TASK
+from outergrad.commit.deferred_votes import DeferredVotes
+from outergrad.commit.participant import CommitParticipant
 from outergrad.core.errors import DriftError, ExchangeError
 from outergrad.core.model import Model
 from outergrad.core.transform import GradientTransform
@@ -19,8 +21,6 @@ from outergrad.record.stats import Since
 from outergrad.replay.block_message import Blocks
 from outergrad.step.buffers import SharedBuffers
 from outergrad.step.captured import Captured, CarriedOver
-from outergrad.step.commit_participant import CommitParticipant
-from outergrad.step.deferred_votes import DeferredVotes
 from outergrad.step.joint import JointStep
 from outergrad.step.transforming import Transforming, refuse_leftover
 

@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 
 from outergrad.buckets.bucket import Bucket, Pending, Result
+from outergrad.commit.ballot import Ballot, Decision
+from outergrad.commit.participant import refuse_if_given_up
+from outergrad.commit.peer_requests import Question, answer_key, ask
+from outergrad.commit.step_result import StepResult
 from outergrad.core.errors import (
     BoardGoneError,
     DriftError,
@@ -27,14 +31,10 @@ from outergrad.messages.wire import State
 from outergrad.record.stats import Since, Stats
 from outergrad.step import param_grad
 from outergrad.step.buffer_message import BufferMessage
-from outergrad.step.commit import Ballot, Decision
-from outergrad.step.commit_participant import refuse_if_given_up
 from outergrad.step.groups import on_transport
 from outergrad.step.joint import JointStep, Point
-from outergrad.step.peer_requests import Question, answer_key, ask
 from outergrad.step.receiving import BUFFERS_PLACE, Receiver
 from outergrad.step.spec import Begun, StepSpec
-from outergrad.step.step_result import StepResult
 
 
 class Readiness:

@@ -1,13 +1,13 @@
-"""Runs the agreement of `outergrad.step.agreement` on a simulated store."""
+"""Runs the agreement of `outergrad.commit.agreement` on a simulated store."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from outergrad.commit.agreement import Agreement, Outcome
+from outergrad.commit.board_requests import Farewell, First, Get, Put, Request, Rest, Slot
 from outergrad.core.errors import BoardGoneError
-from outergrad.step.agreement import Agreement, Outcome
-from outergrad.step.board_requests import Farewell, First, Get, Put, Request, Rest, Slot
 from outergrad_lab.checking.network import Store, StoreGoneError
 from outergrad_lab.checking.world import Process, Waiting
 

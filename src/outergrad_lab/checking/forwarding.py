@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from outergrad.comm.failure_report import FailureReport
+from outergrad.commit.agreement import TROUBLE, Agreement, Outcome
+from outergrad.commit.lost import standing_of
 from outergrad.core.errors import ExchangeError, Failure
-from outergrad.step.agreement import TROUBLE, Agreement, Outcome
-from outergrad.step.lost import standing_of
 from outergrad_lab.checking.agreement import CALL_S, agreed, farewell_key
 from outergrad_lab.checking.network import Network, Store, StoreGoneError
 from outergrad_lab.checking.site import MESSAGES, LeftError, Site, SiteLost

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from outergrad.comm.failure_report import FailureReport
+from outergrad.commit.agreement import TROUBLE
 from outergrad.core.errors import ExchangeError, Failure
-from outergrad.step.agreement import TROUBLE
 from outergrad_lab.checking.agreement import CALL_S, farewell_key
 from outergrad_lab.checking.forwarding import ForwardingSite
 from outergrad_lab.checking.network import StoreGoneError

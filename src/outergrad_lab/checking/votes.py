@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outergrad.comm.failure_report import FailureReport, LastStep
+from outergrad.commit.lost import Findings, conclude, is_enough, patience_for, standing_of
 from outergrad.core.errors import ExchangeError, Failure
-from outergrad.step.lost import Findings, conclude, is_enough, patience_for, standing_of
 from outergrad_lab.checking.failure_mailbox import BRIEFLY_S, LIMIT_S, FailureMailbox
 from outergrad_lab.checking.network import Network, Store
 from outergrad_lab.checking.site import MESSAGES, LeftError, Site, SiteLost

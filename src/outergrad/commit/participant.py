@@ -16,14 +16,14 @@ from typing import Any, Protocol, SupportsInt
 from weakref import ref
 
 from outergrad.comm.failure_report import FailureReport
+from outergrad.commit.agreement import TROUBLE, Agreement, Outcome
+from outergrad.commit.board_requests import Farewell, First, Get, Gone, Put, Request, Rest, Slot
+from outergrad.commit.digests import Digests
+from outergrad.commit.lost import Findings
+from outergrad.commit.membership_record import GOING_ON, MembershipRecord
+from outergrad.commit.step_result import StepResult
 from outergrad.core.errors import BoardGoneError, ExchangeError, Failure
 from outergrad.core.transport import Board, Comm
-from outergrad.step.agreement import TROUBLE, Agreement, Outcome
-from outergrad.step.board_requests import Farewell, First, Get, Gone, Put, Request, Rest, Slot
-from outergrad.step.digests import Digests
-from outergrad.step.lost import Findings
-from outergrad.step.membership_record import GOING_ON, MembershipRecord
-from outergrad.step.step_result import StepResult
 
 MOST_SESSIONS = 64
 """Number of sessions, the latest ones, of which other sites are told."""

@@ -9,12 +9,12 @@ from typing import Any
 from weakref import WeakSet
 
 from outergrad.comm.failure_report import FailureReport, LastStep
+from outergrad.commit.digests import Digests, tell_made
+from outergrad.commit.membership_record import COME, COMING
+from outergrad.commit.participant import CommitParticipant, is_in_trouble
+from outergrad.commit.peer_requests import MADE, Question, answer_key, asked_slot
 from outergrad.core.errors import BoardGoneError
 from outergrad.core.transport import Board, Comm
-from outergrad.step.commit_participant import CommitParticipant, is_in_trouble
-from outergrad.step.digests import Digests, tell_made
-from outergrad.step.membership_record import COME, COMING
-from outergrad.step.peer_requests import MADE, Question, answer_key, asked_slot
 
 POLL_S = 0.25
 _SOON_S = 0.02

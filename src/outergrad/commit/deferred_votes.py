@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, SupportsInt
 
+from outergrad.commit.ballot import Ballot
+from outergrad.commit.participant import CommitParticipant
 from outergrad.core.errors import DriftError, ExchangeError
 from outergrad.messages.wire import State
-from outergrad.step.commit import Ballot
-from outergrad.step.commit_participant import CommitParticipant
 
 _EVERY = 16
 """Steps per vote. One in each would cost small models a tenth of it: it wakes gloo's threads."""
