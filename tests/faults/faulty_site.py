@@ -287,13 +287,13 @@ def run(
         raise
 
 
-def _after(first: Callable[[], None], look: Callable[..., None]) -> Any:
+def _after(first: Callable[[], None], look: Callable[..., Any]) -> Any:
     """Something happens before the loop reads what the others have received."""
 
-    def looks(*about: Any) -> None:
+    def looks(*about: Any) -> Any:
         if threading.current_thread() is threading.main_thread():
             first()
-        look(*about)
+        return look(*about)
 
     return looks
 

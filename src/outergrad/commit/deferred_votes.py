@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, SupportsInt
 
 from outergrad.commit.ballot import Ballot
+from outergrad.commit.machine import Action, Event, KeptState, KeptStep
 from outergrad.commit.participant import CommitParticipant
 from outergrad.core.errors import DriftError, ExchangeError
 from outergrad.messages.wire import State
 
-_EVERY = 16
-"""Steps per vote. One in each would cost small models a tenth of it: it wakes gloo's threads."""
+Comparing = Callable[[], Mapping[int, "int | None"]]
+"""Waits until all sites have made the last step; returns the digest of what each received in it."""
 
 
 class DeferredVotes:
@@ -29,17 +30,17 @@ class DeferredVotes:
     """
 
     def __init__(self) -> None:
+        self._machine = KeptStep()
         self._ballot: Ballot | None = None
         self._step: Any = None
         self._decided: int | None = None
-        self._left = 0
         self.digest: SupportsInt = 0
         self.first: int | None = None
 
     @property
     def is_settled(self) -> bool:
         """True if all sites are known to have made the last step."""
-        return self._step is None and self._decided is None
+        return self._machine.state is KeptState.SETTLED
 
     @property
     def are_compared(self) -> bool:
@@ -47,14 +48,9 @@ class DeferredVotes:
         return self._step is None
 
     @property
-    def are_cast(self) -> bool:
-        """True if sites have voted on the last step, which is not settled."""
-        return self._ballot is not None and self._ballot.is_cast
-
-    @property
     def are_due(self) -> bool:
         """True if sites vote on the current step, provided that none can refuse it."""
-        return self._left == 0
+        return self._machine.left == 0
 
     @property
     def about(self) -> str:
@@ -66,24 +62,23 @@ class DeferredVotes:
         several = self.first is not None and self.first != last
         return f"the steps {self.first} to {last}" if several else f"step {last}"
 
-    def keep(self, ballot: Ballot, step: object, digest: SupportsInt | None = None) -> None:
-        """Keeps a step that was applied, with votes or without.
+    def keep_apart(self, ballot: Ballot, step: object) -> None:
+        """Keeps a step that all have voted on and received differently; the next one finds it."""
+        self._machine.vote()
+        self._keep(ballot, step)
 
-        Args:
-            ballot: ballot on the step.
-            step: the step, which others may ask about.
-            digest: digest of the ballot, if the caller has it already.
-        """
+    def _keep(self, ballot: Ballot, step: object, digest: SupportsInt | None = None) -> None:
+        """Keeps a step, about which others may ask; without a digest sites have voted on it."""
         self._ballot, self._step, self._decided = ballot, step, None
-        if ballot.is_cast:
-            self._left, self.first, self.digest = _EVERY - 1, None, 0
+        if digest is None:
+            self.first, self.digest = None, 0
         else:
-            first = ballot.step if self.first is None else self.first
-            self.digest = ballot.digest if digest is None else digest
-            self._left, self.first = self._left - 1, first
+            self.first = ballot.step if self.first is None else self.first
+            self.digest = digest
 
     def note_decided(self, step: int) -> None:
         """Records that all voted for a step; other sites may still wait for a vote on it."""
+        self._machine.on(Event.DECIDED)
         self._decided = step
 
     def make(self, ballot: Ballot, step: Any, participant: CommitParticipant) -> None:
@@ -96,11 +91,13 @@ class DeferredVotes:
             ballot.cover(self.first, int(self.digest))
         digest = ballot.digest
         participant.makes(ballot.session, step, applied=True, digest=digest)
-        if self.are_due:
+        if Action.CAST in self._machine.make():
             ballot.note_part()
             with suppress(ExchangeError):  # the next step finds it
                 ballot.cast(State.GOOD)
-        self.keep(ballot, step, digest)
+            self._keep(ballot, step)
+        else:
+            self._keep(ballot, step, digest)
 
     def count(self, now: int | None = None) -> DriftError | None:
         """Counts the votes on the last step, which all sites have made; waits for them, if any.
@@ -114,29 +111,65 @@ class DeferredVotes:
         Raises:
             ExchangeError: another site is lost.
         """
-        decision = self._ballot.count() if self._ballot is not None and self.are_cast else None
-        self.forget()
-        return None if decision is None or decision.good else decision.drift(now)
+        return self._perform(self._machine.on(Event.ARRIVED), now)
 
-    def compare(self, digests: Mapping[int, int | None]) -> DriftError | None:
-        """Returns the error if sites differ in the last step, which all have made but not voted on.
+    def settle(self, compare: Comparing) -> DriftError | None:
+        """Counts the votes on the last step, or compares what sites received in it without votes.
+
+        Args:
+            compare: waits until all sites have made the step; returns what each received.
+
+        Returns:
+            As `count`.
+
+        Raises:
+            ExchangeError: another site is lost, or the votes are.
+        """
+        return self._perform(self._machine.on(Event.SETTLES), compare=compare)
+
+    def settle_without_votes(self, compare: Comparing) -> DriftError | None:
+        """Compares, as `settle`, a step whose voters have ended in order."""
+        return self._perform(self._machine.on(Event.ENDED), compare=compare)
+
+    def meet(self, compare: Comparing) -> None:
+        """Waits for all sites behind a settled step: some are about to leave the transport."""
+        self._perform(self._machine.on(Event.MEETS), compare=compare)
+
+    def forget(self) -> None:
+        """Drops the last step: its outcome is agreed."""
+        self._perform(self._machine.on(Event.FORGETS))
+
+    def restart(self) -> None:
+        """Starts anew with sites that are equal, whatever came before."""
+        self._perform(self._machine.restart())
+        self.first, self.digest = None, 0
+
+    def _perform(
+        self, actions: Sequence[Action], now: int | None = None, compare: Comparing | None = None
+    ) -> DriftError | None:
+        """Performs actions on the last step; returns the error if sites differ in it."""
+        drift = None
+        if Action.COUNT in actions:
+            assert self._ballot is not None
+            decision = self._ballot.count()
+            drift = None if decision.good else decision.drift(now)
+            actions = self._machine.on(Event.COUNTED)
+        elif Action.COMPARE in actions:
+            assert compare is not None
+            drift = self._compared(compare())
+            actions = self._machine.on(Event.COMPARED)
+        if Action.DROP in actions:
+            self._ballot = self._step = self._decided = None
+        return drift
+
+    def _compared(self, digests: Mapping[int, int | None]) -> DriftError | None:
+        """Returns the error if sites differ in the last step, which all have made.
 
         Args:
             digests: digest of what each site received, where it is known.
         """
-        ballot = self._ballot
-        self.forget()
-        if ballot is None:
+        if self._ballot is None:
             return None
-        ballot.note_part()
-        decision = ballot.compared(digests)
+        self._ballot.note_part()
+        decision = self._ballot.compared(digests)
         return None if decision.good else decision.drift()
-
-    def forget(self) -> None:
-        """Drops the last step, because no site will ask about it any more."""
-        self._ballot = self._step = self._decided = None
-
-    def restart(self) -> None:
-        """Starts anew with sites that are equal, whatever came before."""
-        self.forget()
-        self._left, self.first, self.digest = 0, None, 0

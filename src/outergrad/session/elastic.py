@@ -159,9 +159,9 @@ class Elastic:
         participant = self._at.group.participant
         with self._failure.guard_between("the other sites, before more take part"):
             try:
-                if participant.is_turn(self._at.comm):
+                if participant.is_join_due(self._at.comm):
                     self._barrier.settle_with_all()
-                    participant.turn(self._at.comm)
+                    participant.join(self._at.comm)
             except BoardGoneError as error:
                 raise ExchangeError(str(error), kind=Failure.LOCAL) from error
 

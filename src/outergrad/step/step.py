@@ -512,7 +512,7 @@ class SharedStep:
         if self.drift is not None:
             raise self.drift
         if self._is_optimistic and decision.verdict == Verdict.REFUSED:
-            self._votes.keep(self._ballot, self)  # the others find it out in the next step
+            self._votes.keep_apart(self._ballot, self)  # the others find it out in the next step
             self.drift = decision.drift()
             raise self.drift
 
