@@ -83,7 +83,7 @@ def is_join_due(
                 gone.append(other)
         if gone and (yield Slot(GOING_ON)) is None:  # else they have gone on with the new sites
             raise ExchangeError(Failure.CLOSED.value, gone, kind=Failure.CLOSED)
-        if clock() > until:
+        if clock() >= until:
             told = "the sites do not agree on when others take part"
             raise ExchangeError(told, kind=Failure.LOCAL)
         yield Rest(until)

@@ -266,13 +266,17 @@ class CommitMachine:
 class KeptStep:
     """State of a session's last step, and of when the sites vote.
 
+    Args:
+        every: steps per vote; `EVERY` if None.
+
     Attributes:
         state: whether others may still ask for the step.
         left: number of steps until the sites vote.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, every: int | None = None) -> None:
         self.state, self.left = KeptState.SETTLED, 0
+        self._every = EVERY if every is None else every
 
     def on(self, event: Event) -> tuple[Action, ...]:
         """Goes through a transition of `KEPT`; returns the actions.
@@ -298,7 +302,7 @@ class KeptStep:
 
     def vote(self) -> tuple[Action, ...]:
         """Commits a step that the sites vote on, or have voted on."""
-        self.left = EVERY - 1
+        self.left = self._every - 1
         return self.on(Event.VOTED)
 
     def restart(self) -> tuple[Action, ...]:

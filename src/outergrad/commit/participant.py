@@ -263,7 +263,7 @@ class CommitParticipant:
             ExchangeError: it cannot, or the others go on in another way.
         """
         with self._lock:
-            if Action.RAISE in self._machine.on(Event.JOINS):
+            if Action.PROPOSE not in self._machine.on(Event.JOINS):
                 raise _given_up()
         asking = joined(self.made, comm.rank, comm.world_size, self.coming)
         goes_on = self._go_by(comm, asking, 0).goes_on
