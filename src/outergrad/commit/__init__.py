@@ -1,1 +1,1 @@
-"""Whether a step counts, on all sites or on none, and who makes the next one."""
+"""The decision whether a step counts, on all sites or on none, and who makes the next one."""
