@@ -91,13 +91,12 @@ class DeferredVotes:
             ballot.cover(self.first, int(self.digest))
         digest = ballot.digest
         participant.makes(ballot.session, step, applied=True, digest=digest)
-        if Action.CAST in self._machine.make():
+        is_cast = Action.CAST in self._machine.make()
+        self._keep(ballot, step, None if is_cast else digest)
+        if is_cast:
             ballot.note_part()
             with suppress(ExchangeError):  # the next step finds it
                 ballot.cast(State.GOOD)
-            self._keep(ballot, step)
-        else:
-            self._keep(ballot, step, digest)
 
     def count(self, now: int | None = None) -> DriftError | None:
         """Counts the votes on the last step, which all sites have made; waits for them, if any.

@@ -159,7 +159,7 @@ JOIN: JoinTable = {
 
 KEPT: KeptTable = {
     (_K.SETTLED,   _E.MADE):     (_K.KEPT,      (_A.KEEP,)),
-    (_K.SETTLED,   _E.VOTED):    (_K.CAST,      (_A.CAST, _A.KEEP)),
+    (_K.SETTLED,   _E.VOTED):    (_K.CAST,      (_A.KEEP, _A.CAST)),
     (_K.SETTLED,   _E.DECIDED):  (_K.DECIDED,   ()),
     (_K.SETTLED,   _E.ARRIVED):  (_K.SETTLED,   ()),
     (_K.KEPT,      _E.ARRIVED):  (_K.SETTLED,   (_A.DROP,)),

@@ -86,7 +86,7 @@ def test_sites_vote_on_the_first_step_and_on_every_sixteenth_behind_it():
 def test_a_step_is_kept_until_all_have_made_it():
     kept = KeptStep(every=1)
     kept.restart()
-    assert kept.make() == (Action.CAST, Action.KEEP)
+    assert kept.make() == (Action.KEEP, Action.CAST)
     assert kept.on(Event.SETTLES) == (Action.COUNT,)
     assert kept.on(Event.ENDED) == (Action.COMPARE,)
     assert kept.state is KeptState.COMPARING
