@@ -151,7 +151,9 @@ JOIN: JoinTable = {
     (_J.SET,    _E.MADE):    (_J.SET,    ()),
     (_J.SET,    _E.BEGINS):  (_J.SET,    ()),
     (_J.SET,    _E.REACHED): (_J.DUE,    ()),
-    (_J.SET,    _E.SET):     (_J.SET,    ()),  # once more, if a lying site names nobody
+    (_J.SET,    _E.COME):    (_J.SET,    (_A.TELL,)),  # once more, if a lying site names nobody
+    (_J.DUE,    _E.COME):    (_J.DUE,    (_A.TELL,)),
+    (_J.SET,    _E.SET):     (_J.SET,    ()),
     (_J.DUE,    _E.SET):     (_J.DUE,    ()),
     (_J.DUE,    _E.BEGINS):  (_J.DUE,    (_A.JOIN,)),
 }

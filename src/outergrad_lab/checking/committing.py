@@ -53,6 +53,28 @@ class _Result:
         return f"{self.step} {None if self.parts is None else sorted(self.parts)}"
 
 
+@dataclass
+class _Joining:
+    """The join barrier of a site in one membership; `coming` are the names of those that join."""
+
+    machine: CommitMachine
+    coming: tuple[str, ...] = ()
+
+    @property
+    def made(self) -> int:
+        return self.machine.made
+
+    def come(self) -> int:
+        return self.machine.come()
+
+    def set_join(self, told: int, coming: Sequence[str]) -> None:
+        self.machine.set_join(told)
+        self.coming = tuple(coming)
+
+    def begin(self) -> tuple[Action, ...]:
+        return self.machine.begin()
+
+
 class CommittingSite(Site):
     """A site of the library's protocol.
 
@@ -73,7 +95,7 @@ class CommittingSite(Site):
     def _enter(self, epoch: Epoch) -> None:
         """Begins a run with the sites of an epoch, in which no step is made yet."""
         self.epoch, self.machine = epoch, CommitMachine()
-        self.coming: tuple[str, ...] = ()
+        self._joining = _Joining(self.machine)
         self.outcome: Outcome | None = None
         self._moves = False
         self._votes.restart()
@@ -162,14 +184,16 @@ class CommittingSite(Site):
             return False
         try:
             about = len(self.epoch.names), self.patience_s, lambda: self.world.now
-            if not (yield from performed(self.store, self.process, is_join_due(self, *about))):
+            if not (
+                yield from performed(self.store, self.process, is_join_due(self._joining, *about))
+            ):
                 return False
             yield from self._settle_with_all()
             if Action.PROPOSE not in self.machine.on(Event.JOINS):
                 raise ExchangeError("the others gave up", kind=Failure.CLOSED)
         except BoardGoneError as error:
             raise ExchangeError(str(error), kind=Failure.LOCAL) from error
-        asking = joined(self.made, self.rank, len(self.epoch.names), self.coming)
+        asking = joined(self.made, self.rank, len(self.epoch.names), self._joining.coming)
         self._conclude((yield from performed(self.store, self.process, asking)))
         assert self.outcome is not None
         if not (self._moves and self.outcome.goes_on and self.outcome.goes_on.coming):
@@ -358,19 +382,6 @@ class CommittingSite(Site):
         """Number of steps that this site has made in this epoch."""
         return self.machine.made
 
-    def come(self) -> int:
-        """Others wait to join. Returns the step count to tell."""
-        return self.machine.come()
-
-    def set_join(self, told: int, coming: Sequence[str]) -> None:
-        """Sets the join step: `told` is the greatest step count that sites have told."""
-        self.machine.set_join(told)
-        self.coming = tuple(coming)
-
-    def begin(self) -> tuple[Action, ...]:
-        """A step is to begin."""
-        return self.machine.begin()
-
     def _agree(self, error: ExchangeError | None) -> Waiting[None]:
         """Agrees with the others; from here on this site applies only what all agree on."""
         epoch, sent = self.epoch, self.machine.state is CommitState.SENT
@@ -434,8 +445,9 @@ class CommittingSite(Site):
                 yield from performed(epoch.store, self.process, unread.say_read())
             if not unread.missing or unread.made != self.made:
                 self._unread = None
-        if self.trial.min_sites is not None and not self.coming and epoch is self.epoch:
-            heard = hear_of_coming(self, self.rank, len(epoch.names))
+        joining, is_here = self._joining, epoch is self.epoch
+        if self.trial.min_sites is not None and not joining.coming and is_here:
+            heard = hear_of_coming(joining, self.rank, len(epoch.names))
             yield from performed(epoch.store, self.process, heard)
 
     def _answer_requests(self, epoch: Epoch) -> Waiting[None]:
