@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from compiled import Side
 
+from outergrad.commit.ballot import Ballot, Decision
 from outergrad.launch.start import run_sites
 from outergrad.messages.wire import State
 from outergrad.step import step as _step
-from outergrad.step.commit import Ballot, Decision
 from outergrad.step.step import SharedStep
 
 

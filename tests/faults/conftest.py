@@ -9,7 +9,7 @@ from faulty import FaultyComm
 @pytest.fixture
 def faulty(faulty_transport, monkeypatch):
     """The same, and sites vote on every step: what is faulty is a vote, or is found by one."""
-    monkeypatch.setattr("outergrad.step.deferred_votes._EVERY", 1)
+    monkeypatch.setattr("outergrad.commit.machine.EVERY", 1)
     return faulty_transport
 
 

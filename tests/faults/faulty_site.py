@@ -31,9 +31,9 @@ import outergrad.comm.process_group
 from outergrad.comm.board import StoreBoard
 from outergrad.comm.torch import SEND, TorchComm
 from outergrad.comm.work import tag_of
+from outergrad.commit.digests import Digests
 from outergrad.core.errors import BoardGoneError, ExchangeError
 from outergrad.messages.vote import WORDS
-from outergrad.step.digests import Digests
 from outergrad.step.groups import on_transport
 from outergrad.step.step import SharedStep
 
@@ -287,13 +287,13 @@ def run(
         raise
 
 
-def _after(first: Callable[[], None], look: Callable[..., None]) -> Any:
+def _after(first: Callable[[], None], look: Callable[..., Any]) -> Any:
     """Something happens before the loop reads what the others have received."""
 
-    def looks(*about: Any) -> None:
+    def looks(*about: Any) -> Any:
         if threading.current_thread() is threading.main_thread():
             first()
-        look(*about)
+        return look(*about)
 
     return looks
 

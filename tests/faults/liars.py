@@ -1,7 +1,7 @@
 """Trials of sites of a star, one of which lies on the board while the others agree on a step.
 
-The sites that do not lie go through the agreement's own lines (`outergrad.step.agreement`), the hub
-is the real one, without a network; time and the order in which all act follow from a seed. So a
+The sites that do not lie go through the agreement's own lines (`outergrad.commit.agreement`), the
+hub is the real one, without a network; time and the order in which all act follow from a seed. So a
 trial takes milliseconds, and the same seed is the same trial.
 """
 
@@ -14,10 +14,7 @@ from typing import Any
 
 from hub_sites import HubSite, Told, sites_of_a_hub
 from outergrad.comm.failure_report import FailureReport
-from outergrad.core.errors import BoardGoneError
-from outergrad.star.frames import Kind, MalformedError
-from outergrad.star.slots import asked
-from outergrad.step.agreement import (
+from outergrad.commit.agreement import (
     GIVEN_UP,
     NOWHERE,
     THERE,
@@ -27,8 +24,11 @@ from outergrad.step.agreement import (
     digest_of,
     word_slot,
 )
-from outergrad.step.board_requests import Farewell, First, Get, Gone, Put, Rest, Slot
-from outergrad.step.membership_record import GOING_ON, MembershipRecord
+from outergrad.commit.board_requests import Farewell, First, Get, Gone, Put, Rest, Slot
+from outergrad.commit.membership_record import GOING_ON, MembershipRecord
+from outergrad.core.errors import BoardGoneError
+from outergrad.star.frames import Kind, MalformedError
+from outergrad.star.slots import asked
 
 MADE = 5
 """Steps that some sites have made, and others one less."""

@@ -11,10 +11,10 @@ from test_own_transport import build, train
 import outergrad as og
 from covering import covering
 from outergrad.comm.failure_report import FailureReport
+from outergrad.commit.agreement import NOWHERE, THERE, digest_of, word_slot
+from outergrad.commit.membership_record import GOING_ON, MembershipRecord
+from outergrad.commit.step_result import StepResult
 from outergrad.core.errors import BoardGoneError
-from outergrad.step.agreement import NOWHERE, THERE, digest_of, word_slot
-from outergrad.step.membership_record import GOING_ON, MembershipRecord
-from outergrad.step.step_result import StepResult
 from stars import hub, star
 
 LIAR, LIES_IN = 2, 1

@@ -230,7 +230,7 @@ def test_all_sites_that_are_left_have_made_the_same_steps(
     Where they do not wait for the vote, they have applied the step. Otherwise, where one has heard
     it, the other one learns from that whether the step counts.
     """
-    monkeypatch.setattr("outergrad.step.agreement.ANSWERS_S", 1.0)
+    monkeypatch.setattr("outergrad.commit.agreement.ANSWERS_S", 1.0)
     last = 4 if foreseen else 1
 
     def body(rank, group):

@@ -21,10 +21,10 @@ import outergrad as og
 from cases import mlp
 from covering import LONG
 from forked import IMPORTED, _Context
+from outergrad.commit.deferred_votes import DeferredVotes
+from outergrad.commit.watcher import Watcher
 from outergrad.launch.simulate import gloo_group
 from outergrad.launch.traffic import stay_on_loopback
-from outergrad.step.deferred_votes import DeferredVotes
-from outergrad.step.watcher import Watcher
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 SITES, VICTIM, STEP, TIMEOUT_S = 3, 1, 4, 4.0

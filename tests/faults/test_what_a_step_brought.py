@@ -20,11 +20,11 @@ import outergrad as og
 from cases import METHODS, mlp
 from covering import covering
 from outergrad.comm.board import StoreBoard
+from outergrad.commit.participant import CommitParticipant
+from outergrad.commit.step_result import StepResult
+from outergrad.commit.watcher import POLL_S, Watcher
 from outergrad.core.errors import BoardGoneError, ExchangeError, Failure
-from outergrad.step.commit_participant import CommitParticipant
 from outergrad.step.groups import on_transport
-from outergrad.step.step_result import StepResult
-from outergrad.step.watcher import POLL_S, Watcher
 from ranks import run_ranks
 
 LAST = 3

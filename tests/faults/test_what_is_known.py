@@ -19,7 +19,7 @@ from cases import mlp
 from covering import covering
 from outergrad.comm.failure_mailbox import FailureMailbox
 from outergrad.comm.failure_report import FailureReport, LastStep
-from outergrad.step.lost import Findings, find_out, lost_error
+from outergrad.commit.lost import Findings, find_out, lost_error
 from ranks import run_ranks
 
 SESSION, OTHER, STEP = 11, 12, 4

@@ -19,7 +19,8 @@ import outergrad as og
 from cases import mlp
 from outergrad.comm.backends import ends_with_a_site
 from outergrad.comm.failure_report import FailureReport
-from outergrad.step.digests import Digests
+from outergrad.commit.board_io import performed
+from outergrad.commit.digests import Digests
 from outergrad.step.groups import on_transport
 from ranks import run_ranks
 
@@ -118,7 +119,8 @@ def test_the_host_waits_no_longer_than_for_a_message(faulty_transport):
         if rank == 1:
             on_transport(group).end_watching()
             participant = on_transport(group).participant
-            Digests(1, 2, participant.made, participant.told).tell(session._at.comm.board)
+            digests = Digests(1, 2, participant.made, participant.told)
+            performed(session._at.comm.board, digests.tell())
             gone.set()
             return 0.0
         assert gone.wait(10.0)

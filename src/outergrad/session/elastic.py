@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from outergrad.capture.optimizer_steps import SeenOptimizers, listen
 from outergrad.comm.agree import agree
+from outergrad.commit.lost import Findings
 from outergrad.core.errors import BoardGoneError, ExchangeError, Failure
 from outergrad.core.transport import Comm
 from outergrad.methods.local_steps import LocalSteps
@@ -24,7 +25,6 @@ from outergrad.session.inspect import Inspection
 from outergrad.session.pricing import settle_again
 from outergrad.session.state import arrived, known_to_all, survived
 from outergrad.step.groups import end_unfinished, note_lost, on_transport, refuse_lost
-from outergrad.step.lost import Findings
 
 _LOG = logging.getLogger("outergrad")
 
@@ -36,7 +36,7 @@ class Elastic:
     from what they have agreed on. The training loop is told in the step that does not count, or,
     on a site that had not begun it, when it begins. The next step continues with the others.
 
-    Sites that come are admitted before a step that all agree on (`step/commit_participant.py`);
+    Sites that come are admitted before a step that all agree on (`commit/participant.py`);
     nobody leaves the transport of before until all have made the same steps.
 
     Args:
@@ -159,9 +159,9 @@ class Elastic:
         participant = self._at.group.participant
         with self._failure.guard_between("the other sites, before more take part"):
             try:
-                if participant.is_turn(self._at.comm):
+                if participant.is_join_due(self._at.comm):
                     self._barrier.settle_with_all()
-                    participant.turn(self._at.comm)
+                    participant.join(self._at.comm)
             except BoardGoneError as error:
                 raise ExchangeError(str(error), kind=Failure.LOCAL) from error
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from outergrad.capture.batch import Batch
 from outergrad.capture.tapped_layer import TappedLayer
+from outergrad.commit.deferred_votes import DeferredVotes
 from outergrad.core.blocks import Block
 from outergrad.core.reasons import Reason
 from outergrad.core.transport import Comm
@@ -33,7 +34,6 @@ from outergrad.step import param_grad
 from outergrad.step.accumulator import Accumulator
 from outergrad.step.cadence import Cadence, DueParts, Share
 from outergrad.step.captured import Captured, CarriedOver
-from outergrad.step.deferred_votes import DeferredVotes
 from outergrad.step.header_builder import Announced, HeaderBuilder, Loop
 from outergrad.step.joint import JointParts, JointStep, Point, described
 from outergrad.step.mishaps import Mishaps

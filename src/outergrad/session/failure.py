@@ -6,22 +6,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+from outergrad.commit.agreement import Outcome
+from outergrad.commit.ballot import Decision
+from outergrad.commit.lost import Findings, standing_of
+from outergrad.commit.step_result import StepResult
 from outergrad.core.errors import ExchangeError, Failure, SiteLostError, SitesChangedError
 from outergrad.session.core import Core
 from outergrad.step import param_grad
-from outergrad.step.agreement import Outcome
-from outergrad.step.commit import Decision
 from outergrad.step.groups import give_up, note_lost
-from outergrad.step.lost import Findings, standing_of
 from outergrad.step.step import SharedStep
-from outergrad.step.step_result import StepResult
 
 
 class FailureHandler:
     """Aborts a session's transport together with the other sites.
 
-    All sites agree on whether the last step counts (`step/agreement.py`). What they found goes into
-    the error that the training loop gets.
+    All sites agree on whether the last step counts (`commit/agreement.py`). What they found goes
+    into the error that the training loop gets.
 
     Args:
         core: the session's.

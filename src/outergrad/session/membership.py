@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outergrad.comm.failure_report import LastStep
+from outergrad.commit.participant import CommitParticipant
 from outergrad.core.transport import Comm
 from outergrad.record.stats import Stats
-from outergrad.step.commit_participant import CommitParticipant
 from outergrad.step.groups import on_transport
 
 

@@ -20,6 +20,7 @@ from outergrad.capture.engine import NO_TASK, current_task
 from outergrad.capture.kept import Alarm
 from outergrad.capture.optimizer_steps import LoopWatch, SeenOptimizers, look_at_steps, look_away
 from outergrad.capture.tapped_layer import TappedLayer
+from outergrad.commit.participant import is_in_trouble
 from outergrad.core.errors import (
     BoardGoneError,
     DriftError,
@@ -56,7 +57,6 @@ from outergrad.session.transform_checks import noted, units_shown
 from outergrad.session.uneven_loops import UnevenLoops
 from outergrad.session.usual_method import usual_noted
 from outergrad.step.cadence import Share
-from outergrad.step.commit_participant import is_in_trouble
 from outergrad.step.groups import end_unfinished, lost_sites_told
 from outergrad.step.joint import Point
 from outergrad.step.mishaps import Mishaps

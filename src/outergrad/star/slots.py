@@ -22,7 +22,7 @@ MOST_BYTES = 1 << 30
 COMING = "coming"
 """Slot of the sites that wait for admission: as in `step/going_on.py`, which no hub imports."""
 _TROUBLE, _GIVEN_UP, _GOING_ON, _COME = b"trouble", "given up", b"going on", b"come"
-"""Slots, and a text, as in `step/agreement.py` and `step/going_on.py`."""
+"""Slots, and a text, as in `commit/agreement.py` and `step/going_on.py`."""
 _HEARS_S = 1.0
 """Seconds that a connected site has to leave its word, before others may write that it was given
 up: four intervals of its watcher."""

@@ -10,12 +10,12 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from outergrad.capture.engine import current_task
 from outergrad.comm.failure_report import FailureReport, LastStep
+from outergrad.commit.agreement import Outcome
+from outergrad.commit.lost import Findings, find_out, find_out_in_mesh, lost_error, standing_of
+from outergrad.commit.participant import MOST_SESSIONS, CommitParticipant
+from outergrad.commit.watcher import Watcher
 from outergrad.core.errors import ExchangeError, SiteLostError, SitesChangedError
 from outergrad.core.transport import Comm
-from outergrad.step.agreement import Outcome
-from outergrad.step.commit_participant import MOST_SESSIONS, CommitParticipant
-from outergrad.step.lost import Findings, find_out, find_out_in_mesh, lost_error, standing_of
-from outergrad.step.watcher import Watcher
 
 MOST_TURNS = 1 << 27
 """Turns in all, as none may come twice; receives of later steps are not posted ahead."""

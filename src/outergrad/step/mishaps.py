@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
+from outergrad.commit.ballot import Decision
 from outergrad.core.errors import BadStepsError, SiteLostError
 from outergrad.events import Mishap
 from outergrad.linalg.finite import is_finite
 from outergrad.messages.vote import NOTHING, Verdict, Vote
 from outergrad.step import param_grad
-from outergrad.step.commit import Decision
 
 _DISCARDED = (
     Verdict.REFUSED,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from outergrad.buckets.bucket import Bucket, Gathered, Pending, Result, StepContext
+from outergrad.commit.ballot import Ballot
 from outergrad.core.errors import ExchangeError, Failure, RefusedError
 from outergrad.linalg.gradients import scaled
 from outergrad.messages.checksum import combined
@@ -21,7 +22,6 @@ from outergrad.record.gauge import Reading
 from outergrad.step import param_grad
 from outergrad.step.bucket_view import BucketView
 from outergrad.step.buffer_message import BufferMessage
-from outergrad.step.commit import Ballot
 
 T = TypeVar("T")
 Sent = Sequence[tuple[Bucket, Pending]]

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from outergrad.buckets.bucket import StepContext
 from outergrad.capture.engine import NO_TASK
+from outergrad.commit.deferred_votes import DeferredVotes
+from outergrad.commit.participant import CommitParticipant
 from outergrad.core.model import Model
 from outergrad.core.transform import GradientTransform
 from outergrad.core.transport import Comm
@@ -16,8 +18,6 @@ from outergrad.record.gauge import Reading
 from outergrad.replay.block_message import Blocks
 from outergrad.step.buffers import SharedBuffers
 from outergrad.step.captured import Captured, CarriedOver
-from outergrad.step.commit_participant import CommitParticipant
-from outergrad.step.deferred_votes import DeferredVotes
 from outergrad.step.joint import JointStep
 from outergrad.step.step_plan import StepPlan
 from outergrad.step.transforming import Transforming, refuse_leftover

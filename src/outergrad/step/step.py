@@ -11,6 +11,10 @@ from torch import Tensor
 
 from outergrad.buckets.bucket import Bucket, Pending
 from outergrad.capture.engine import NO_TASK
+from outergrad.commit.ballot import Ballot, Decision
+from outergrad.commit.participant import refuse_if_given_up
+from outergrad.commit.peer_requests import Question, answer_key, ask
+from outergrad.commit.step_result import StepResult
 from outergrad.core.errors import (
     BoardGoneError,
     DriftError,
@@ -31,15 +35,11 @@ from outergrad.record.stats import Since, Stats
 from outergrad.step import param_grad
 from outergrad.step.bucket_view import BucketView
 from outergrad.step.buffer_message import BufferMessage
-from outergrad.step.commit import Ballot, Decision
-from outergrad.step.commit_participant import refuse_if_given_up
 from outergrad.step.groups import on_transport
 from outergrad.step.joint import JointStep, Point
-from outergrad.step.peer_requests import Question, answer_key, ask
 from outergrad.step.receiving import BUFFERS_PLACE, Last, Receiver, only
 from outergrad.step.spec import StepSpec
 from outergrad.step.step_plan import StepPlan
-from outergrad.step.step_result import StepResult
 
 _POLL_S = 0.02
 _NOTHING = nullcontext()
@@ -547,7 +547,7 @@ class SharedStep:
         if self.drift is not None:
             raise self.drift
         if self._is_optimistic and decision.verdict == Verdict.REFUSED:
-            self._votes.keep(self._ballot, self)  # the others find it out in the next step
+            self._votes.keep_apart(self._ballot, self)  # the others find it out in the next step
             self.drift = decision.drift()
             raise self.drift
 

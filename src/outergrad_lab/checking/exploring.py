@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from outergrad_lab.checking.hub import Hub
 from outergrad_lab.checking.judging import Verdict, judge
-from outergrad_lab.checking.network import Network, Store
 from outergrad_lab.checking.site import Site
-from outergrad_lab.checking.trial import Fault, Trial, draw, simpler
+from outergrad_lab.checking.trial import Fault, Trial, draw, simpler, with_members
 from outergrad_lab.checking.world import Process, World
 
-Protocol = Callable[[Process, Network, Store, Trial], Site]
+Protocol = Callable[[Process, Hub, Trial], Site]
 
 _END_S = 1000.0
 _CHANCES = 40
@@ -27,53 +27,46 @@ def execute(trial: Trial, protocol: Protocol, *, traced: bool = False) -> tuple[
         The verdict, and one line per event if traced.
     """
     world = World(trial.seed, traced=traced)
-    processes = [Process(world, rank) for rank in range(trial.sites)]
-    network = Network(world, processes, trial)
-    store = Store(world, processes, network, trial.host)
-    sites = [protocol(process, network, store, trial) for process in processes]
+    processes = [Process(world, name) for name in range(trial.sites + len(trial.comes))]
+    hub = Hub(world, processes, trial)
+    sites = [protocol(process, hub, trial) for process in processes]
     for fault in trial.faults:
-        _plan(fault, world, processes, network, store)
+        _plan(fault, world, sites, hub)
     for site in sites:
         site.process.start(site.program())
     world.run(_END_S)
-    return judge(trial, [site.ending for site in sites]), world.lines
+    return judge(trial, [site.ending for site in sites], hub.wrong), world.lines
 
 
-def _plan(
-    fault: Fault, world: World, processes: list[Process], network: Network, store: Store
-) -> None:
-    happens = partial(_happen, fault, world, processes, network, store)
+def _plan(fault: Fault, world: World, sites: list[Site], hub: Hub) -> None:
+    happens = partial(_happen, fault, world, sites, hub)
     if fault.kind in ("damage", "leave"):
         return
     if fault.turn:
-        processes[fault.site].at_turn[fault.turn] = happens
+        sites[fault.site].process.at_turn[fault.turn] = happens
     else:
         world.at(fault.at_s, happens)
 
 
-def _happen(
-    fault: Fault, world: World, processes: list[Process], network: Network, store: Store
-) -> None:
-    process, others = processes[fault.site], set(range(len(processes))) - {fault.site}
+def _happen(fault: Fault, world: World, sites: list[Site], hub: Hub) -> None:
+    process, epoch = sites[fault.site].process, hub.epochs[-1]
     if fault.kind != "pause":
         world.note("*", str(fault))
     if fault.kind == "kill":
         process.end()
     elif fault.kind == "pause":
         process.pause(fault.for_s)
-    elif fault.kind == "reset":
-        network.close(fault.site, fault.other)
-    elif fault.kind == "cut line":
-        network.cut(fault.site, fault.other)
+    elif fault.kind in ("reset", "cut line"):
+        if {fault.site, fault.other} <= set(epoch.names):
+            ends = epoch.names.index(fault.site), epoch.names.index(fault.other)
+            (epoch.network.close if fault.kind == "reset" else epoch.network.cut)(*ends)
     elif fault.kind == "cut site":
-        for other in others:
-            network.cut(fault.site, other)
-        if store.host is None:
-            store.unreachable.add(fault.site)
+        hub.cut(fault.site)
     elif fault.kind == "slow store":
-        store.slow_until = world.now + fault.for_s
+        epoch.store.slow_until = world.now + fault.for_s
     else:
-        store.dead = True
+        for one in hub.epochs:
+            one.store.dead = True
 
 
 @dataclass
@@ -121,11 +114,17 @@ def kinds(verdict: Verdict) -> set[str]:
     return {told.split(":")[0] for told in verdict.wrong}
 
 
+def drawn(seed: object, protocol: Protocol) -> Trial:
+    """Returns the trial of a seed, with changes of the membership if the protocol knows them."""
+    trial = draw(seed)
+    return with_members(trial) if getattr(protocol, "has_members", False) else trial
+
+
 def explore(protocol: Protocol, seeds: Iterable[object]) -> Found:
     """Runs an execution of each seed."""
     found = Found()
     for seed in seeds:
-        found.add(seed, execute(draw(seed), protocol)[0])
+        found.add(seed, execute(drawn(seed, protocol), protocol)[0])
     return found
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from outergrad.commit.lost import FAREWELL_S
 from outergrad.core.transport import Enough
-from outergrad.step.lost import FAREWELL_S
 from outergrad_lab.checking.network import Store, StoreGoneError
 from outergrad_lab.checking.world import Process, Waiting
 

@@ -30,29 +30,57 @@ class Verdict:
     lost: bool = False
 
 
-def judge(trial: Trial, endings: Sequence[Ending]) -> Verdict:
+def judge(trial: Trial, endings: Sequence[Ending], broken: Sequence[str] = ()) -> Verdict:
     """Compares how the sites ended with what is allowed.
 
     Args:
         trial: settings and faults of the execution.
-        endings: reports of all sites, by rank.
+        endings: reports of all sites, by name.
+        broken: promises that were broken when sites went on without others, or with more.
     """
-    left = {rank: one for rank, one in enumerate(endings) if one.done or one.lost is not None}
-    wrong = [f"wrong step: site {rank} {what}" for rank, one in left.items() for what in one.wrong]
-    wrong += [f"hang: site {rank} never ended" for rank in _hanging(trial, endings)]
+    left = {name: one for name, one in enumerate(endings) if one.done or one.lost is not None}
+    wrong = [
+        f"wrong step: site {name} {what}" for name, one in enumerate(endings) for what in one.wrong
+    ]
+    wrong += [f"hang: site {name} never ended" for name in _hanging(trial, endings)]
     wrong += [
-        f"hang: site {rank} spent {one.longest_s:.1f} s in one step"
-        for rank, one in left.items()
+        f"hang: site {name} spent {one.longest_s:.1f} s in one step"
+        for name, one in left.items()
         if one.longest_s > _bound_s(trial)
     ]
-    pairs = permutations(left.items(), 2)
-    behind = [(i, j) for (i, one), (j, two) in pairs if one.applied < two.applied]
-    unsaid = [told for told in (_unsaid(left, *pair) for pair in behind) if told]
-    named = [f"name: {told}" for told in _misnamed(trial, left)]
-    wrong += [f"uncompared: {told}" for told in _uncompared(trial, left)]
+    unsaid, is_apart = list[str](), False
+    for epoch in range(1 + max((one.epoch for one in endings), default=0)):
+        pairs = permutations(_ends_of(endings, epoch).items(), 2)
+        behind = [(i, j) for (i, one), (j, two) in pairs if one.applied < two.applied]
+        of_epoch = _ends_of(endings, epoch)
+        told = [_unsaid(of_epoch, *pair) for pair in behind]
+        unsaid += [one for one in told if one]
+        wrong += [told for pair in behind if (told := _withheld(trial, of_epoch, *pair))]
+        is_apart = is_apart or bool(behind)
+    done = {one.history for one in endings if one.done}
+    if len(done) > 1:
+        wrong.append(f"apart: sites have ended with {done}")
     lost = any(one.lost is not None for one in left.values())
     doubts = any(not one.certain for one in left.values())
-    return Verdict(tuple(wrong + unsaid + named), bool(behind), doubts and not behind, lost)
+    if trial.min_sites is None:  # else a hub says who is gone
+        wrong += [f"uncompared: {told}" for told in _uncompared(trial, left)]
+        unsaid += [f"name: {told}" for told in _misnamed(trial, left)]
+    return Verdict(
+        tuple(wrong) + tuple(broken) + tuple(unsaid), is_apart, doubts and not is_apart, lost
+    )
+
+
+def _ends_of(endings: Sequence[Ending], epoch: int) -> dict[int, Ending]:
+    """Returns how sites ended in a membership, by rank; those that went on have left the others."""
+    found, everybody = dict[int, Ending](), tuple(range(len(endings)))
+    for name, one in enumerate(endings):
+        rank = one.ranks.get(epoch, name)
+        if one.epoch == epoch and (one.done or one.lost is not None):
+            found[rank] = one
+        elif epoch in one.left_after:
+            gone_on = Ending(one.left_after[epoch], lost=(), certain=False, may_differ=everybody)
+            found[rank] = gone_on
+    return found
 
 
 def _hanging(trial: Trial, endings: Sequence[Ending]) -> list[int]:
@@ -63,7 +91,8 @@ def _hanging(trial: Trial, endings: Sequence[Ending]) -> list[int]:
 
 def _bound_s(trial: Trial) -> float:
     """Longest seconds of a step, without computing: every message may be late by T."""
-    return (2 * trial.sites + 2) * trial.timeout_s + _CALLS_S
+    sites, times = trial.sites + len(trial.comes), 1 if trial.min_sites is None else 3
+    return times * ((2 * sites + 2) * trial.timeout_s + _CALLS_S)
 
 
 def _unsaid(left: dict[int, Ending], behind: int, ahead: int) -> str:
@@ -76,6 +105,19 @@ def _unsaid(left: dict[int, Ending], behind: int, ahead: int) -> str:
         return f"silent: {told}"
     agrees = other.lost is not None and behind not in other.may_differ
     return f"half said: {told}" if agrees else ""
+
+
+def _withheld(trial: Trial, left: dict[int, Ending], behind: int, ahead: int) -> str:
+    """Describes a site that kept a step for itself; empty if it could not help it."""
+    one, other = left[behind], left[ahead]
+    told = f"site {behind} {one}; site {ahead} {other}"
+    if other.done and other.compared:
+        return f"unsettled: {told}"
+    hit = {f.site for f in trial.faults if f.kind in _STILL} | {site for site, _ in trial.busy}
+    hit |= {site for f in trial.faults if f.kind == "cut line" for site in (f.site, f.other)}
+    is_quiet = not any("store" in f.kind for f in trial.faults) and trial.host not in hit
+    is_first = one.epoch == other.epoch == 0 and not {behind, ahead} & hit
+    return f"withheld: {told}" if is_quiet and is_first and other.lost is not None else ""
 
 
 def _misnamed(trial: Trial, left: dict[int, Ending]) -> list[str]:

@@ -36,8 +36,8 @@ class Network:
         self._cut: set[tuple[int, int]] = set()
         self.listening = [False for _ in processes]
         self.posted = set[int]()
-        for process in processes:
-            process.on_end.append(lambda rank=process.rank: self.close_all(rank))
+        for rank, process in enumerate(processes):
+            process.on_end.append(lambda rank=rank: self.close_all(rank))
 
     def inbox(self, site: int, sender: int, lane: int) -> deque[Any]:
         """Returns the messages of a lane that arrived and were not read yet."""
@@ -118,6 +118,7 @@ class Store:
         slow_until: time until which a call takes seconds.
         dead: whether it does not answer any more.
         unreachable: sites that cannot reach it.
+        gone: sites of which it says that they write nothing more, as a hub does.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Store:
         self._world, self._processes, self._network, self.host = world, processes, network, host
         self.values: dict[str, Any] = {}
         self.changes, self.slow_until, self.dead = 0, 0.0, False
-        self.unreachable: set[int] = set()
+        self.unreachable, self.gone = set[int](), set[int]()
 
     def call(self, process: Process, do: Callable[[], Any], within_s: float) -> Waiting[Any]:
         """Runs an operation in the store.
@@ -148,7 +149,7 @@ class Store:
     def set(self, key: str, value: object) -> None:
         """Writes a value, inside a call; sites that wait for a change see it soon."""
         self.values[key] = value
-        self._changed()
+        self.touch()
 
     def set_first(self, key: str, value: object) -> object:
         """Writes a value unless there is one, inside a call; returns the value that is there."""
@@ -156,7 +157,8 @@ class Store:
             self.set(key, value)
         return self.values[key]
 
-    def _changed(self) -> None:
+    def touch(self) -> None:
+        """Wakes all that wait for a change."""
         self.changes += 1
         for process in self._processes:
             later = self._world.now + self._world.dice.random() * 0.02

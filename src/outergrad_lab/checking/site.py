@@ -31,6 +31,10 @@ class Ending:
         compared: whether it knows what all received in the last steps; else it warns of that.
         longest_s: longest seconds in a step, without pauses of the process.
         wrong: actions that must never happen.
+        epoch: number of the membership in which it ended.
+        ranks: its rank in each membership.
+        left_after: number of steps that it had applied when it left each membership for the next.
+        history: the steps that it has applied, or was handed over.
     """
 
     applied: int = 0
@@ -42,6 +46,10 @@ class Ending:
     compared: bool = True
     longest_s: float = 0.0
     wrong: list[str] = field(default_factory=list)
+    epoch: int = 0
+    ranks: dict[int, int] = field(default_factory=dict)
+    left_after: dict[int, int] = field(default_factory=dict)
+    history: tuple[object, ...] = ()
 
     def __str__(self) -> str:
         steps = f"has applied {self.applied} step{'s' * (self.applied != 1)}"
@@ -65,33 +73,44 @@ class Site:
 
     Args:
         process: process that it runs in.
-        network: network of the sites.
-        store: store through which the sites met.
         trial: settings and faults of the execution.
 
     Attributes:
+        name: number of the site, the same in all memberships.
+        network: network of the sites, after `enter`.
+        store: store through which the sites met.
+        rank: rank among them.
+        others: ranks of the others, in the order in which a site of `TorchComm` waits for them.
         blames_itself: whether it knows, when a wait has taken too long, that it stood still.
         ending: report on how it ended.
     """
 
     blames_itself = False
 
-    def __init__(self, process: Process, network: Network, store: Store, trial: Trial) -> None:
-        self.process, self.network, self.store, self.trial = process, network, store, trial
+    network: Network
+    store: Store
+
+    def __init__(self, process: Process, trial: Trial) -> None:
+        self.process, self.trial = process, trial
         self.world: World = process.world
-        self.rank, self.patience_s = process.rank, trial.timeout_s
-        # In the order in which a site of `TorchComm` waits for them.
-        self.others = [(self.rank - k) % trial.sites for k in range(1, trial.sites)]
+        self.name, self.patience_s = process.rank, trial.timeout_s
+        self.rank, self.others = self.name, list[int]()
         self.ending = Ending()
         self._waits_since: float | None = None
         self._damaged = {
-            (f.step, f.site) for f in trial.faults if f.kind == "damage" and f.other == self.rank
+            (f.step, f.site) for f in trial.faults if f.kind == "damage" and f.other == self.name
         }
-        self._leaves = {f.step for f in trial.faults if f.kind == "leave" and f.site == self.rank}
+        self._leaves = {f.step for f in trial.faults if f.kind == "leave" and f.site == self.name}
+
+    def enter(self, network: Network, store: Store, rank: int, sites: int) -> None:
+        """Takes a place among the sites of a membership."""
+        self.network, self.store, self.rank = network, store, rank
+        self.others = [(rank - k) % sites for k in range(1, sites)]
 
     def program(self) -> Waiting[None]:
         """Runs a training loop, and its end."""
         try:
+            yield from self.arrive()
             yield from self._train()
             self.ending.done = True
         except (SiteLost, LeftError) as error:
@@ -107,34 +126,39 @@ class Site:
             yield from self._compute(self.ending.applied)
             if self.ending.applied in self._leaves:
                 raise LeftError
-            with self._timed():
+            with self.timed():
                 yield from self.step()
         yield from self._compute(self.trial.steps)
-        with self._timed():
+        with self.timed():
             yield from self.settle()
 
     def _compute(self, step: int) -> Waiting[None]:
-        long = (self.rank, step) in self.trial.busy
+        long = (self.name, step) in self.trial.busy
         for_s = 3.2 * self.patience_s if long else self.world.dice.random() * _COMPUTES_S
         yield from self.process.sleep(for_s)
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def timed(self) -> Iterator[None]:
         """Measures the seconds of the block, without pauses of the process."""
         began, stood_s = self.world.now, self.process.paused_s
-        self.network.listening[self.rank] = True
+        network, rank = self.network, self.rank
+        network.listening[rank] = True
         try:
             yield
         finally:
-            self.network.listening[self.rank] = False
+            network.listening[rank] = False
             took_s = self.world.now - began - (self.process.paused_s - stood_s)
             self.ending.longest_s = max(self.ending.longest_s, took_s)
 
     def note(self, what: str) -> None:
         """Traces an action of this site."""
-        self.world.note(self.rank, what)
+        self.world.note(self.name, what)
 
     # -- for a protocol to define -------------------------------------------------------------
+
+    def arrive(self) -> Waiting[None]:
+        """Takes its place among the sites."""
+        raise NotImplementedError
 
     def step(self) -> Waiting[None]:
         """Makes one step, and applies it or not.
@@ -163,7 +187,7 @@ class Site:
         """
         if step != self.ending.applied:
             self.ending.wrong.append(f"applied step {step} after {self.ending.applied} steps")
-        if parts != set(range(self.trial.sites)):
+        if parts != {self.rank, *self.others}:
             self.ending.wrong.append(f"applied step {step} with the messages of {parts} alone")
         self.ending.applied += 1
         self.note(f"applies step {step}")
@@ -194,7 +218,7 @@ class Site:
         self._waits_since = began
         try:
             for other in self.others:
-                found[other] = yield from self._receive(lane, other)
+                found[other] = yield from self.receive(lane, other)
         except ExchangeError as error:
             error.waited_s = self.world.now - began
             raise
@@ -207,7 +231,8 @@ class Site:
         """Seconds for which it has waited in the current receive; 0 if there is none."""
         return 0.0 if self._waits_since is None else self.world.now - self._waits_since
 
-    def _receive(self, lane: int, other: int) -> Waiting[object]:
+    def receive(self, lane: int, other: int) -> Waiting[object]:
+        """Receives the next message of a lane from one site, within T."""
         until, inbox = self.world.now + self.patience_s, self.network.inbox(self.rank, other, lane)
         sites = () if self.trial.sums and lane == MESSAGES and len(self.others) > 1 else (other,)
         while not inbox:

@@ -66,6 +66,10 @@ class Trial:
         sessions: number of sessions that alternate on the group.
         sums: whether a step is an all-reduce, in which no site knows for whom it waits.
         stays: whether processes stay when they are done.
+        min_sites: sites that must be left to go on without others; None if sites never do.
+        comes: times at which sites come that want to join, in seconds.
+        every: steps per vote.
+        waits: every how many steps one waits for its votes; 0 for none.
         busy: pairs of a site and a step before which it computes for three times T.
         faults: faults that happen.
     """
@@ -79,6 +83,10 @@ class Trial:
     sessions: int = 1
     sums: bool = False
     stays: bool = False
+    min_sites: int | None = None
+    comes: tuple[float, ...] = ()
+    every: int = 16
+    waits: int = 0
     busy: tuple[tuple[int, int], ...] = ()
     faults: tuple[Fault, ...] = ()
 
@@ -87,8 +95,19 @@ class Trial:
         """Sites that are killed, or leave by an error."""
         return {fault.site for fault in self.faults if fault.kind in ("kill", "leave")}
 
+    @property
+    def patient_s(self) -> float:
+        """Seconds for which a site that comes waits to be admitted."""
+        return 40 * self.timeout_s
+
     def __str__(self) -> str:
         what = f"{self.sites} sites, {self.steps} steps, T = {self.timeout_s:g} s"
+        what += f", votes every {self.every} steps" + f", every {self.waits} waits" * bool(
+            self.waits
+        )
+        if self.min_sites is not None:
+            what += f", {self.min_sites} go on"
+            what += "".join(f", one comes at {at_s:.3f} s" for at_s in self.comes)
         held = "outside" if self.host is None else f"with site {self.host}"
         busy = [f"site {site} computes for 3 T before step {step}" for site, step in self.busy]
         kind = "sums" if self.sums else "gathers"
@@ -119,6 +138,28 @@ def draw(seed: object) -> Trial:
     return replace(trial, faults=faults, busy=busy)
 
 
+def with_members(trial: Trial) -> Trial:
+    """Returns a trial with votes at other steps; in half of all the membership changes.
+
+    It is drawn apart, so that trials of a seed stay the same without it.
+    """
+    dice = random.Random(repr(("members", trial.seed)))
+    trial = replace(trial, every=dice.choice((1, 2, 16)), waits=dice.choice((0, 0, 0, 1, 2)))
+    if dice.random() < 0.5:
+        return trial
+    steps = trial.steps + dice.randrange(4)
+    comes = tuple(dice.random() * 0.4 * steps for _ in range(dice.choice((0, 1, 1, 2))))
+    min_sites = dice.randrange(1, trial.sites)
+    faults = trial.faults
+    if dice.random() < 0.3:  # a second victim, soon after the first
+        first = [fault for fault in faults if fault.kind in ("kill", "cut site", "pause")][:1]
+        faults += tuple(
+            replace(one, site=(one.site + 1) % trial.sites, at_s=one.at_s + 0.3 * dice.random())
+            for one in first
+        )
+    return replace(trial, steps=steps, min_sites=min_sites, comes=comes, faults=faults, host=None)
+
+
 def _fault(dice: random.Random, trial: Trial) -> Fault:
     site = dice.randrange(trial.sites)
     kind = dice.choices(list(KINDS), list(KINDS.values()))[0]
@@ -147,7 +188,14 @@ def simpler(trial: Trial) -> list[Trial]:
     return fewer
 
 
-_LESS: tuple[dict, ...] = ({"sessions": 1}, {"sums": False}, {"host": None}, {"longest_s": 0.02})
+_LESS: tuple[dict, ...] = (
+    {"sessions": 1},
+    {"sums": False},
+    {"host": None},
+    {"longest_s": 0.02},
+    {"comes": ()},
+    {"waits": 0},
+)
 
 
 def _is_less(trial: Trial, less: dict) -> bool:

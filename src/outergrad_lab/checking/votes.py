@@ -1,4 +1,4 @@
-"""Sites that vote on every step before any of them applies it, as `outergrad.step` does.
+"""Sites that vote on every step before any of them applies it: what is done without a board.
 
 The library's own functions decide what a site concludes when it has lost another.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outergrad.comm.failure_report import FailureReport, LastStep
+from outergrad.commit.lost import Findings, conclude, is_enough, patience_for, standing_of
 from outergrad.core.errors import ExchangeError, Failure
-from outergrad.step.lost import Findings, conclude, is_enough, patience_for, standing_of
 from outergrad_lab.checking.failure_mailbox import BRIEFLY_S, LIMIT_S, FailureMailbox
-from outergrad_lab.checking.network import Network, Store
+from outergrad_lab.checking.hub import Hub
 from outergrad_lab.checking.site import MESSAGES, LeftError, Site, SiteLost
 from outergrad_lab.checking.trial import Trial
 from outergrad_lab.checking.world import Process, Waiting
@@ -22,13 +22,19 @@ _VOTES = 2
 class VotingSite(Site):
     """A site that applies a step if all sites voted for it."""
 
-    def __init__(self, process: Process, network: Network, store: Store, trial: Trial) -> None:
-        super().__init__(process, network, store, trial)
+    def __init__(self, process: Process, hub: Hub, trial: Trial) -> None:
+        super().__init__(process, trial)
+        epoch = hub.epochs[0]
+        self.enter(epoch.network, epoch.store, self.name, trial.sites)
         self._ends: dict[int, LastStep] = {}
         self._made = [0] * trial.sessions
         self._turn = 0
         self._voted = False
         self._is_over = False
+
+    def arrive(self) -> Waiting[None]:
+        """Is among the sites from the beginning."""
+        yield from ()
 
     def step(self) -> Waiting[None]:
         """Exchanges messages and votes, and applies the step or not."""

@@ -11,9 +11,8 @@ from rich.table import Column, Table
 
 from outergrad.launch.console import errors_in_one_line
 from outergrad.launch.errors import RecipeError
-from outergrad_lab.checking.exploring import Found, execute, explore, kinds, shrunk
+from outergrad_lab.checking.exploring import Found, drawn, execute, explore, kinds, shrunk
 from outergrad_lab.checking.protocols import PROTOCOLS
-from outergrad_lab.checking.trial import draw
 
 _BLOCK = 1000
 ALL = ",".join(PROTOCOLS)
@@ -88,7 +87,8 @@ def _table(found: dict[str, Found]) -> Table:
 
 def _print_trace(name: str, seed: int) -> None:
     """Prints the trace of a seed's trial, or of the simplest one that fails in the same way."""
-    trial, protocol = draw(seed), PROTOCOLS[name]
+    protocol = PROTOCOLS[name]
+    trial = drawn(seed, protocol)
     wrong = sorted(kinds(execute(trial, protocol)[0]))
     if wrong:
         trial = shrunk(trial, protocol, wrong[0])

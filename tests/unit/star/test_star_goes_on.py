@@ -17,7 +17,7 @@ from torch.optim import SGD
 import outergrad as og
 from cases import relative_error
 from covering import LONG
-from outergrad.step.commit import Ballot
+from outergrad.commit.ballot import Ballot
 from stars import NAMES, Proxy, folder, hub, kit_of, on_star, star
 
 BATCHES, LOST_IN = 7, 3

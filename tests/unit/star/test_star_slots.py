@@ -8,12 +8,12 @@ import pytest
 
 from hub_sites import HubSite, refused, sites_of_a_hub
 from outergrad.comm.failure_report import FailureReport
+from outergrad.commit.agreement import GIVEN_UP, THERE, TROUBLE, word_slot
+from outergrad.commit.membership_record import COME, COMING, GOING_ON, MembershipRecord
+from outergrad.commit.peer_requests import Question, answer_key, asked_slot
 from outergrad.star import slots
 from outergrad.star.frames import Hello, Kind, MalformedError
 from outergrad.star.hub import RefusedError
-from outergrad.step.agreement import GIVEN_UP, THERE, TROUBLE, word_slot
-from outergrad.step.membership_record import COME, COMING, GOING_ON, MembershipRecord
-from outergrad.step.peer_requests import Question, answer_key, asked_slot
 
 WORD = FailureReport(3, made=3).text()
 QUESTION = Question(by=0, of=1, made=3, place=0).text()

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from outergrad.commit.ballot import Decision
 from outergrad.core.errors import ExchangeError, Failure, StepDiscardedError
 from outergrad.core.model import Choice
 from outergrad.core.reasons import Reason
@@ -20,7 +21,6 @@ from outergrad.session.mesh.rank_reports import RankReport, RankStatus
 from outergrad.session.mesh.ranks import ranks_named
 from outergrad.step import param_grad
 from outergrad.step.captured import Captured
-from outergrad.step.commit import Decision
 from outergrad.step.spec import StepSpec
 from outergrad.step.step import SharedStep
 

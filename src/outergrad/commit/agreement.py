@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outergrad.comm.failure_report import FailureReport
+from outergrad.commit.board_requests import Asking, Farewell, First, Get, Gone, Put, Rest, Slot
+from outergrad.commit.lost import FAREWELL_S, Findings, awaited_by, lost_of, named, told_by
+from outergrad.commit.membership_record import GOING_ON, MembershipRecord
 from outergrad.core.errors import BoardGoneError
-from outergrad.step.board_requests import Asking, Farewell, First, Get, Gone, Put, Rest, Slot
-from outergrad.step.lost import FAREWELL_S, Findings, awaited_by, lost_of, named, told_by
-from outergrad.step.membership_record import GOING_ON, MembershipRecord
 
 ANSWERS_S = 2.0
 """Seconds to wait for the report of a site: a live site has a thread that leaves it."""

@@ -9,19 +9,17 @@ from typing import Any
 from weakref import WeakSet
 
 from outergrad.comm.failure_report import FailureReport, LastStep
+from outergrad.commit.board_io import performed
+from outergrad.commit.digests import Digests, tell_made
+from outergrad.commit.joining import hear_of_coming
+from outergrad.commit.participant import CommitParticipant, is_in_trouble
+from outergrad.commit.peer_requests import MADE, Question, answer_key, asked_slot
 from outergrad.core.errors import BoardGoneError
 from outergrad.core.transport import Board, Comm
-from outergrad.step.commit_participant import CommitParticipant, is_in_trouble
-from outergrad.step.digests import Digests, tell_made
-from outergrad.step.membership_record import COME, COMING
-from outergrad.step.peer_requests import MADE, Question, answer_key, asked_slot
 
 POLL_S = 0.25
 _SOON_S = 0.02
 """Seconds between polls while another site waits for an answer that is incomplete."""
-_DIGITS, _MOST_APART = 20, 3
-"""Limits of a reported step count: digits, and steps apart from this site's. Sites are one step
-apart at most, and may have reported one step ago."""
 _ENDS_S = 3.0
 """Seconds to wait for the thread to end: the store may hang."""
 
@@ -113,44 +111,27 @@ class Watcher:
         comm = next(iter(self._comms), None)
         digests = None if comm is None else self._participant.digests_of_all(comm)
         if digests is None or digests.made != made:
-            tell_made(self._board, self._rank, made, {})
+            performed(self._board, tell_made(self._rank, made, {}))
             return
-        digests.tell(self._board)
+        performed(self._board, digests.tell())
         self._unread = digests
 
     def _hear_of_coming(self, slots: Board) -> None:
-        """Agrees with all sites on the step before which waiting sites join.
-
-        Each site reports its step count, and makes one more step at most until all have reported.
-        """
-        comm = next(iter(self._comms), None)
-        if (
-            comm is None
-            or comm.min_sites is None
-            or len(self._comms) > 1
-            or self._participant.coming
-        ):
+        """Agrees with all sites on the step before which waiting sites join."""
+        comm, participant = next(iter(self._comms), None), self._participant
+        if comm is None or comm.min_sites is None or len(self._comms) > 1 or participant.coming:
             return
-        waiting = slots.slot(COMING)
-        if not waiting:
-            return
-        self._pauses = True
-        slots.first(_said_by(self._rank), str(self._participant.pauses()))
-        said = [slots.slot(_said_by(site)) for site in range(comm.world_size)]
-        numbers = [
-            number for one in said if (number := _number(one, self._participant.made)) is not None
-        ]
-        if len(numbers) == len(said):  # else the loop raises when it has waited for long enough
-            self._participant.turns(max(numbers) + 1, slots.first(COME, waiting).split())
+        heard = hear_of_coming(participant, self._rank, comm.world_size)
+        self._pauses = performed(slots, heard)
 
     def _read(self, slots: Board) -> None:
         """Reads the others' digests now, because they may be gone at this site's final barrier."""
         digests = self._unread
         if digests is None:
             return
-        digests.look(slots)
+        performed(slots, digests.look())
         if not digests.missing:
-            digests.say_read(slots)
+            performed(slots, digests.say_read())
         if not digests.missing or digests.made != self._participant.made:
             self._unread = None
 
@@ -171,17 +152,6 @@ class Watcher:
             content = self._participant.message_to(asked.by, asked.made, asked.place)
             if content is not None:
                 self._board.put(answer_key(number), content)
-
-
-def _number(said: str | None, made: int) -> int | None:
-    """Parses a step count that a site reports; None if it is impossible."""
-    is_number = said is not None and said.isdecimal() and len(said) < _DIGITS
-    number = int(said) if said is not None and is_number else None
-    return number if number is not None and abs(number - made) <= _MOST_APART else None
-
-
-def _said_by(site: int) -> str:
-    return f"made when others came {site}"
 
 
 _WATCHERS: WeakSet[Watcher] = WeakSet()

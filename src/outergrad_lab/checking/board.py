@@ -1,13 +1,23 @@
-"""Runs the agreement of `outergrad.step.agreement` on a simulated store."""
+"""Performs the protocols of `outergrad.commit` on a simulated store."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from outergrad.commit.board_requests import (
+    Asking,
+    Farewell,
+    First,
+    Get,
+    Gone,
+    Put,
+    Request,
+    Rest,
+    T,
+)
+from outergrad.commit.board_requests import Slot as Read
 from outergrad.core.errors import BoardGoneError
-from outergrad.step.agreement import Agreement, Outcome
-from outergrad.step.board_requests import Farewell, First, Get, Put, Request, Rest, Slot
 from outergrad_lab.checking.network import Store, StoreGoneError
 from outergrad_lab.checking.world import Process, Waiting
 
@@ -20,9 +30,9 @@ def farewell_key(site: int) -> str:
     return f"end {site}"
 
 
-def agreed(store: Store, process: Process, agreement: Agreement) -> Waiting[Outcome]:
-    """Runs an agreement to its outcome; each call of the store takes simulated time."""
-    asking, changes, rested = agreement.reach(), store.changes, True
+def performed(store: Store, process: Process, asking: Asking[T]) -> Waiting[T]:
+    """Runs a protocol to its result; each call of the store takes simulated time."""
+    changes, rested = store.changes, True
     try:
         request = next(asking)
         while True:
@@ -33,10 +43,13 @@ def agreed(store: Store, process: Process, agreement: Agreement) -> Waiting[Outc
                 request = next(asking)
                 continue
             changes, rested = store.changes if rested else changes, False
+            if isinstance(request, Gone):  # known without a call
+                request = asking.send(request.site in store.gone)
+                continue
             try:
                 answer = yield from store.call(process, _call(store, request), CALL_S)
-            except StoreGoneError:
-                request = asking.throw(BoardGoneError())
+            except StoreGoneError as error:
+                request = asking.throw(BoardGoneError(str(error)))
             else:
                 request = asking.send(answer)
     except StopIteration as end:
@@ -49,7 +62,7 @@ def _call(store: Store, request: Request) -> Callable[[], Any]:
             return lambda: store.set_first(key, text)
         case Put(key, content):
             return lambda: store.set(key, content)
-        case Slot(key) | Get(key):
+        case Read(key) | Get(key):
             return lambda: store.values.get(key)
         case Farewell(site):
             return lambda: store.values.get(farewell_key(site))

@@ -6,6 +6,8 @@ import json
 import time
 from dataclasses import dataclass
 
+from outergrad.commit.board_io import performed
+from outergrad.commit.board_requests import Asking, First
 from outergrad.core.transport import Board
 
 ALL = -1
@@ -54,15 +56,19 @@ class Question:
             return None
 
 
-def ask(board: Board, question: Question, start: int) -> int:
+def asking(question: Question, start: int) -> Asking[int]:
     """Writes a request to the board; returns its number.
 
     Args:
-        board: the board.
         question: the request.
         start: all numbers below are taken.
     """
     text, number = question.text(), start
-    while board.first(asked_slot(number), text) != text:
+    while (yield First(asked_slot(number), text)) != text:
         number += 1
     return number
+
+
+def ask(board: Board, question: Question, start: int) -> int:
+    """Writes a request to this board, as `asking` does."""
+    return performed(board, asking(question, start))

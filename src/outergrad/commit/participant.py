@@ -1,8 +1,8 @@
-"""State of this site's commits, shared by loop and watcher, and its promises to others.
+"""This site's commit machine on one transport, behind a lock: loop and watcher share it.
 
 A step is made once it is counted here: from then on the others can have its result from this site.
 A site that aborts, or learns that others do, is frozen: it makes no more steps except those that
-all agree on (`agreement.py`).
+all agree on (`agreement.py`). `machine.py` decides; this performs its actions.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from typing import Any, Protocol, SupportsInt
 from weakref import ref
 
 from outergrad.comm.failure_report import FailureReport
+from outergrad.commit.agreement import TROUBLE, Agreement, Outcome
+from outergrad.commit.board_io import performed
+from outergrad.commit.board_requests import Asking
+from outergrad.commit.digests import Digests
+from outergrad.commit.joining import is_join_due, joined
+from outergrad.commit.machine import IS_OVER, Action, CommitMachine, CommitState, Event, must_look
+from outergrad.commit.membership_record import MembershipRecord
+from outergrad.commit.step_result import StepResult
 from outergrad.core.errors import BoardGoneError, ExchangeError, Failure
 from outergrad.core.transport import Board, Comm
-from outergrad.step.agreement import TROUBLE, Agreement, Outcome
-from outergrad.step.board_requests import Farewell, First, Get, Gone, Put, Request, Rest, Slot
-from outergrad.step.digests import Digests
-from outergrad.step.lost import Findings
-from outergrad.step.membership_record import GOING_ON, MembershipRecord
-from outergrad.step.step_result import StepResult
 
 MOST_SESSIONS = 64
 """Number of sessions, the latest ones, of which other sites are told."""
-_POLL_S = 0.02
 
 
 class Kept(Protocol):
@@ -72,8 +73,6 @@ class CommitParticipant:
     """Commit participant: one site among the sites of a transport.
 
     Attributes:
-        made: number of steps that have ended, of all sessions.
-        frozen: whether this site makes no more steps.
         session: fingerprint of the session whose step ended last.
         asked: number of requests of other sites that were read.
         digests: digest, by session, of its last steps; only of those that nobody voted on.
@@ -82,18 +81,26 @@ class CommitParticipant:
     """
 
     def __init__(self) -> None:
-        self.made, self.frozen, self.session, self.asked = 0, False, 0, 0
+        self.session, self.asked = 0, 0
         self.digests: dict[int, SupportsInt] = {}
+        self.opens: Callable[[], Comm] | None = None
+        self.coming: Sequence[str] = ()
+        self._machine = CommitMachine()
         self._of_all: Digests | None = None
-        self._sent = False
         self._last: _Step | None = None
         self._current: ref[Any] | None = None
         self._lock, self._ended = threading.RLock(), threading.Event()
         self._outcome: Outcome | None = None
-        self.opens: Callable[[], Comm] | None = None
-        self.coming: Sequence[str] = ()
-        self._pauses_at: int | None = None
-        self._turns_at: int | None = None
+
+    @property
+    def made(self) -> int:
+        """Number of steps that have ended, of all sessions."""
+        return self._machine.made
+
+    @property
+    def frozen(self) -> bool:
+        """True if this site makes no more steps."""
+        return self._machine.state in IS_OVER
 
     # -- called by the loop ---------------------------------------------------------------------
 
@@ -108,8 +115,8 @@ class CommitParticipant:
             ExchangeError: this site is frozen.
         """
         with self._lock:
-            self._refuse_frozen()
-            self._sent = True
+            if self._machine.on(Event.SENDS):
+                raise _given_up()
 
     def makes(
         self, session: int, step: Kept | None, *, applied: bool, digest: SupportsInt | None = None
@@ -126,8 +133,9 @@ class CommitParticipant:
             ExchangeError: this site is frozen: the step must not end without the others.
         """
         with self._lock:
-            self._refuse_frozen()
-            self.made, self._sent, self.session = self.made + 1, False, session
+            if self._machine.make():
+                raise _given_up()
+            self.session = session
             self._last = _Step(applied, None if step is None else ref(step))
             if digest is not None:
                 self._note_digest(session, digest)
@@ -157,8 +165,9 @@ class CommitParticipant:
     def message_to(self, site: int, made: int, place: int) -> bytes | None:
         """Returns the bytes that this site sent in the step after `made` steps, if known."""
         with self._lock:
+            is_current = self._machine.knows(made)
             last = None if self._last is None else self._last.kept
-            found = {self.made: self._current, self.made - 1: last}.get(made)
+        found = None if is_current is None else self._current if is_current else last
         step = None if found is None else found()
         return None if step is None else step.message_to(site, place)
 
@@ -172,22 +181,33 @@ class CommitParticipant:
             standing: report of this site, without what is known here.
         """
         with self._lock:
-            is_first, self.frozen = not self.frozen, True
-            waited_s = max(standing.waited_s, self._waits_s)
-            word = replace(standing, made=self.made, sent=self._sent, waited_s=waited_s)
-        if not is_first:
+            sent = self._machine.state is CommitState.SENT
+            actions, made = self._machine.on(Event.FAILED), self._machine.made
+        if Action.AWAIT in actions:
             self._ended.wait()
             assert self._outcome is not None
             return self._outcome
         assert comm.board is not None
+        waited_s = max(standing.waited_s, self._waits_s)
+        word = replace(standing, made=made, sent=sent, waited_s=waited_s)
         own = comm.rank, comm.world_size, comm.host, comm.patience_s
         how = self._content, time.monotonic, comm.close, comm.min_sites
+        agreement = Agreement(*own, word, *how)
+        return self._go_by(comm, agreement.reach(), word.session)
+
+    def _go_by(self, comm: Comm, asking: Asking[Outcome], session: int) -> Outcome:
+        """Runs an agreement on the board, and moves at once, because the others wait."""
+        assert comm.board is not None
         try:
-            self._outcome = _gone_through(Agreement(*own, word, *how), comm.board, word.session)
-            self._begin_to_go_on(comm)
+            outcome = self._outcome = performed(comm.board, asking, session)
+            goes_on = outcome.goes_on
+            with self._lock:
+                actions = self._machine.on(Event.PARTED if goes_on is None else Event.AGREED)
+            if Action.MOVE in actions and goes_on is not None:
+                self.opens = comm.go_on(goes_on.sites, goes_on.coming)
         finally:
             self._ended.set()
-        return self._outcome
+        return outcome
 
     @property
     def _waits_s(self) -> float:
@@ -202,118 +222,57 @@ class CommitParticipant:
         except RuntimeError:  # not to be had from this site, but perhaps from others
             return None
 
-    # -- sites that join: a barrier ---------------------------------------------------------------
-    #
-    # All sites agree on the step before which others join. Each reports how many steps it has made,
-    # and begins none but the next until all have reported. The others join after one step more than
-    # the greatest count: no site has begun more.
+    # -- sites that join ----------------------------------------------------------------------
 
     @property
     def goes_on(self) -> MembershipRecord | None:
         """Sites that go on without the others, or with more; None if none do."""
         return None if self._outcome is None else self._outcome.goes_on
 
-    def _begin_to_go_on(self, comm: Comm) -> None:
-        """Begins at once, also while the loop computes, because the others wait."""
-        if (found := self.goes_on) is not None:
-            self.opens = comm.go_on(found.sites, found.coming)
-
-    def _refuse_frozen(self) -> None:
-        if self.frozen:
-            raise ExchangeError("the other sites gave up", kind=Failure.CLOSED)
-
-    def pauses(self) -> int:
-        """Pauses after the next step until the join step is agreed.
-
-        Returns:
-            Number of steps made at the first call.
-        """
+    def come(self) -> int:
+        """Others wait to join. Returns the step count to tell; pauses after one step more."""
         with self._lock:
-            if self._pauses_at is None:
-                self._pauses_at = self.made + 1
-            return self._pauses_at - 1
+            return self._machine.come()
 
-    def turns(self, made: int, coming: Sequence[str]) -> None:
-        """Sets the join step: these sites join after `made` steps."""
+    def set_join(self, told: int, coming: Sequence[str]) -> None:
+        """Sets the join step: `told` is the greatest step count that sites have told."""
         with self._lock:
-            self._turns_at, self.coming = made, tuple(coming)
+            self._machine.set_join(told)
+            self.coming = tuple(coming)
 
-    def is_turn(self, comm: Comm) -> bool:
-        """True if no step must begin before other sites join; waits until that is known.
+    def begin(self) -> tuple[Action, ...]:
+        """A step is to begin. Returns `PAUSE` if it must not yet, `JOIN` if others join before."""
+        with self._lock:
+            return self._machine.begin()
+
+    def is_join_due(self, comm: Comm) -> bool:
+        """True if other sites join before the next step; waits until that is known.
 
         Raises:
             ExchangeError: it does not become known: a site is gone, or late.
         """
-        board, until = comm.board, time.monotonic() + comm.patience_s
-        while self._is_paused and board is not None:
-            gone = list(filter(board.is_gone, range(comm.world_size)))
-            if gone and board.slot(GOING_ON) is None:  # else they have gone on with the new sites
-                raise ExchangeError(Failure.CLOSED.value, gone, kind=Failure.CLOSED)
-            if time.monotonic() > until:
-                told = "the sites do not agree on when others take part"
-                raise ExchangeError(told, kind=Failure.LOCAL)
-            time.sleep(_POLL_S)
-        return self._turns_at is not None and self.made >= self._turns_at and not self.frozen
+        if comm.board is None:
+            return False
+        due = is_join_due(self, comm.world_size, comm.patience_s, time.monotonic)
+        return performed(comm.board, due)
 
-    @property
-    def _is_paused(self) -> bool:
-        with self._lock:
-            unknown = self._pauses_at is not None and self._turns_at is None
-            return unknown and self.made >= (self._pauses_at or 0) and not self.frozen
-
-    def turn(self, comm: Comm) -> None:
+    def join(self, comm: Comm) -> None:
         """Goes on with more sites, once all have made the same steps.
 
         Raises:
             ExchangeError: it cannot, or the others go on in another way.
         """
         with self._lock:
-            self._refuse_frozen()
-            self.frozen = True
-        board, everybody = comm.board, range(comm.world_size)
-        assert board is not None
-        try:
-            text = board.first(
-                GOING_ON, MembershipRecord.proposed(self.made, everybody, self.coming)
-            )
-            goes_on = MembershipRecord.of(text, comm.rank, self.made)
-            self._outcome = Outcome(Findings(()), goes_on=goes_on)
-            self._begin_to_go_on(comm)
-        except BoardGoneError as error:
-            self._outcome = Outcome(Findings((), doubt=str(error)))
-        finally:
-            self._ended.set()
-        if self.opens is None or not (self.goes_on and self.goes_on.coming):
-            self._refuse_frozen()
+            if Action.PROPOSE not in self._machine.on(Event.JOINS):
+                raise _given_up()
+        asking = joined(self.made, comm.rank, comm.world_size, self.coming)
+        goes_on = self._go_by(comm, asking, 0).goes_on
+        if goes_on is None or not goes_on.coming:
+            raise _given_up()
 
 
-def _gone_through(agreement: Agreement, board: Board, session: int) -> Outcome:
-    """Runs an agreement: sends it the board's answers to its requests."""
-    asking = agreement.reach()
-    try:
-        request = next(asking)
-        while True:
-            try:
-                answer = _answer(board, request, session)
-            except BoardGoneError as error:
-                request = asking.throw(error)
-            else:
-                request = asking.send(answer)
-    except StopIteration as end:
-        return end.value
-
-
-def _answer(board: Board, request: Request, session: int) -> Any:
-    answers: dict[type, Callable[[Any], Any]] = {
-        First: lambda one: board.first(one.key, one.text),
-        Slot: lambda one: board.slot(one.key),
-        Put: lambda one: board.put(one.key, one.content),
-        Get: lambda one: board.get(one.key),
-        Farewell: lambda one: board.farewell(one.site, session),
-        Gone: lambda one: board.is_gone(one.site),
-        Rest: lambda one: time.sleep(_POLL_S),
-    }
-    return answers[type(request)](request)
+def _given_up() -> ExchangeError:
+    return ExchangeError("the other sites gave up", kind=Failure.CLOSED)
 
 
 def refuse_if_given_up(comm: Comm, began: float) -> None:
@@ -326,11 +285,11 @@ def refuse_if_given_up(comm: Comm, began: float) -> None:
     Raises:
         ExchangeError: they have.
     """
-    if comm.board is None or time.monotonic() - began < comm.patience_s / 2:
+    if comm.board is None or not must_look(time.monotonic() - began, comm.patience_s):
         return
     with suppress(BoardGoneError):
         if is_in_trouble(comm.board):
-            raise ExchangeError("the other sites gave up", kind=Failure.CLOSED)
+            raise _given_up()
 
 
 def is_in_trouble(board: Board) -> bool:

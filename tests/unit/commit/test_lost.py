@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from outergrad.comm.failure_report import FailureReport
-from outergrad.step.lost import awaited_by, late_sites, lost_of
+from outergrad.commit.lost import awaited_by, late_sites, lost_of
 
 
 @pytest.mark.parametrize(
