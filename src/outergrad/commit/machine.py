@@ -167,6 +167,8 @@ KEPT: KeptTable = {
     (_K.KEPT,      _E.ARRIVED):  (_K.SETTLED,   (_A.DROP,)),
     (_K.CAST,      _E.ARRIVED):  (_K.COUNTING,  (_A.COUNT,)),
     (_K.DECIDED,   _E.ARRIVED):  (_K.SETTLED,   (_A.DROP,)),
+    (_K.COUNTING,  _E.ARRIVED):  (_K.COUNTING,  (_A.COUNT,)),  # once more, after an interrupt
+    (_K.COMPARING, _E.ARRIVED):  (_K.SETTLED,   (_A.DROP,)),  # an interrupt ended the comparison
     (_K.COUNTING,  _E.COUNTED):  (_K.SETTLED,   (_A.DROP,)),
     (_K.COUNTING,  _E.ENDED):    (_K.COMPARING, (_A.COMPARE,)),
     (_K.SETTLED,   _E.SETTLES):  (_K.SETTLED,   ()),
@@ -176,6 +178,7 @@ KEPT: KeptTable = {
     (_K.DECIDED,   _E.SETTLES):  (_K.COMPARING, (_A.COMPARE,)),
     (_K.COMPARING, _E.SETTLES):  (_K.COMPARING, (_A.COMPARE,)),  # once more, after an error
     (_K.SETTLED,   _E.MEETS):    (_K.COMPARING, (_A.COMPARE,)),
+    (_K.COMPARING, _E.MEETS):    (_K.COMPARING, (_A.COMPARE,)),  # once more, after an interrupt
     (_K.COMPARING, _E.ENDED):    (_K.COMPARING, (_A.COMPARE,)),  # once more, by their farewells
     (_K.COMPARING, _E.COMPARED): (_K.SETTLED,   (_A.DROP,)),
     **{(state,     _E.FORGETS):  (_K.SETTLED,   (_A.DROP,)) for state in _K},

@@ -269,18 +269,18 @@ class BackwardLoop:
         """
         if step is None or step is not self._running.step:
             return
-        due_parts = self._running.due_parts
+        due_parts, shared = self._running.due_parts, step.shared
         try:
-            self._finish(step)
+            self._finish(step, shared)
         except StepDiscardedError as error:
-            if (shared := step.shared) is None:
+            if shared is None:
                 raise
             context = shared.context
             told = self._exchange.attendance.explained(error, context.headers, context.header.step)
             if told is error:
                 raise
             raise told from error
-        if (shared := step.shared) is not None:
+        if shared is not None:
             self._exchange.attendance.note(shared.context.headers)
             applied = shared.applied
             used = shared.context.used if applied else frozenset[str]()
@@ -299,10 +299,10 @@ class BackwardLoop:
         for follower in self._followers:
             follower(outcome)
 
-    def _finish(self, step: Step) -> None:
-        exchange, due_parts, shared = self._exchange, self._running.due_parts, step.shared
+    def _finish(self, step: Step, shared: SharedStep | None) -> None:
+        exchange, due_parts = self._exchange, self._running.due_parts
         try:
-            self._complete(step)
+            self._complete(shared)
             if due_parts is not None:
                 used = due_parts.used | due_parts.released
                 exchange.cadence.finish(due_parts, shared.context.used if shared else used)
@@ -315,8 +315,8 @@ class BackwardLoop:
         finally:
             self._close_and_note(step)
 
-    def _complete(self, step: Step) -> None:
-        if (shared := step.shared) is not None:
+    def _complete(self, shared: SharedStep | None) -> None:
+        if shared is not None:
             try:
                 shared.finish()
             except ExchangeError as error:

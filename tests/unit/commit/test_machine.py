@@ -103,3 +103,16 @@ def test_others_may_ask_for_the_step_under_way_and_for_the_last_one():
 def test_a_site_that_took_long_looks_at_the_board():
     assert must_look(2.0, 4.0)
     assert not must_look(1.9, 4.0)
+
+
+@pytest.mark.parametrize("last", [Event.MADE, Event.VOTED, Event.DECIDED])
+@pytest.mark.parametrize("while_", [Event.ARRIVED, Event.SETTLES])
+def test_training_goes_on_after_an_interrupt_while_the_last_step_is_settled(last, while_):
+    """Somebody stops a cell of a notebook that waits for other sites, and runs the next one."""
+    kept = KeptStep()
+    kept.on(last)
+    kept.on(while_)  # what it asks for is never finished
+    if Action.COUNT in kept.on(Event.ARRIVED):
+        kept.on(Event.COUNTED)
+    assert kept.state is KeptState.SETTLED
+    assert Action.KEEP in kept.make()
