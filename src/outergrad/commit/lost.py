@@ -171,14 +171,17 @@ def _late(found: Mapping[int, FailureReport]) -> set[int]:
 def _late_in_sum(found: Mapping[int, FailureReport]) -> set[int]:
     """Returns the site that is late in an all-reduce, where nobody knows for whom it waits.
 
-    A late site has not sent its part. If it was suspended in the send, it has not waited for long
-    when the others abort.
+    A late site has not sent its part, and has not waited until the timeout itself. If it was
+    suspended in the send, it has not waited for long when the others abort.
     """
     least, longest_s = min(o.made for o in found.values()), max(o.waited_s for o in found.values())
     level = {site: one for site, one in found.items() if one.made == least}
-    unsent = [site for site, one in level.items() if not one.sent]
+    unsent = [site for site, one in level.items() if not (one.sent or one.timed_out)]
     still = [site for site, one in level.items() if one.waited_s < longest_s / 2]
-    return set(sorted(unsent or still, key=lambda site: found[site].waited_s)[:1])
+    order = sorted(unsent or still, key=lambda site: found[site].waited_s)
+    if not unsent and len(order) > 1 and 2 * found[order[0]].waited_s > found[order[1]].waited_s:
+        return set()  # several have waited about as long: any name would be a guess
+    return set(order[:1])
 
 
 def late_sites(silent: Mapping[int, Sequence[int]]) -> set[int]:
