@@ -104,7 +104,7 @@ class BackwardLoop:
         self._take_no_events()
         model = core.exchange.model
         self.watched = {name: WatchedParameter(name, p, self) for name, p in model.params.items()}
-        captured = {name for slot in model.slots for name in slot.params}
+        captured = {name for source in model.index for name in source.params}
         self._past_autograd = PastAutograd(self.watched, sorted(captured & model.params.keys()))
         self.guard = core.ranks.guard(self.watched, follows_nodes=follows_nodes)
         self._last_begun = 0
@@ -232,9 +232,9 @@ class BackwardLoop:
             step.captured.has_autograd_grad |= written
         self._past_autograd.begin(used)
         if due_parts is None or due_parts.later is None:
-            self.direct_task, self.direct = task, used
             self.on_direct_gradient = step.captured.has_autograd_grad.add
             self.on_direct_ready = step.on_ready
+            self.direct, self.direct_task = used, task  # last: a device has a thread of its own
         at_end_of_backward(partial(self._end, task))
         self._ranks.begin()
         return step
@@ -284,7 +284,9 @@ class BackwardLoop:
             self._exchange.attendance.note(shared.context.headers)
             applied = shared.applied
             used = shared.context.used if applied else frozenset[str]()
-            hooked = used if shared.plan is None or self.meets_hooks else ()
+            hooked = used
+            if shared.plan is not None and not self.meets_hooks:
+                hooked = used - shared.plan.trained  # which this backward has not come to
             outcome = StepOutcome(hooked, used, applied=applied)
         elif due_parts is not None:
             outcome = StepOutcome(due_parts.used | due_parts.released)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -241,7 +243,11 @@ class SharedStep:
         if not usual or self.task == NO_TASK or self.lengths is None or self.choice is None:
             return None
         if self.plan is not None:
-            return self.plan
+            if self._receiver.views or not self.plan.views:
+                return self.plan
+            return replace(self.plan, views=self._views())  # a recorded step went without them
+        if set(compress(context.params, own.used)) != self._trained:
+            return None
         if len(headers) != len(context.headers) or headers[context.comm.rank].facts != own.facts:
             return None
         if any(h.join != Join.NONE or not h.alone or any(h.buffers) for h in headers):
@@ -260,10 +266,14 @@ class SharedStep:
             context.scale,
             self.subjects,
             self._is_optimistic,
-            [BucketView() if bucket.is_view else None for bucket in self._buckets]
-            if self._is_optimistic
-            else (),
+            self._views(),
         )
+
+    def _views(self) -> Sequence[BucketView | None]:
+        """Returns new views for the messages; none if gradients are written before the votes."""
+        if not self._is_optimistic:
+            return ()
+        return [BucketView() if bucket.is_view else None for bucket in self._buckets]
 
     def _take_turn(self) -> None:
         """Posts the receives of this step, and of the next one as if it were like this one."""
@@ -405,7 +415,12 @@ class SharedStep:
         """Ends, with the other sites, a step whose backward raised here or whose model changed.
 
         The last message has not gone yet, so all of them see the failure.
+
+        Raises:
+            ExchangeError: an exchange failed.
         """
+        if self._lost_by is not None:
+            raise self._lost_by
         self.context.state = State.FAILED
         if changed is not None:
             self._ballot.note_change(changed)

@@ -271,3 +271,24 @@ def test_coverage_and_refusals_name_it():
             og.RankDAD(reduce="alternate", **settings)
     with pytest.raises(ValueError, match=r"RankDAD: reduce='alternate'.*'gather' or 'two_way'"):
         og.RankDAD(reduce="alternate", budget="64kB")
+
+
+FEW, MANY = 2, 40
+
+
+@by_method
+@pytest.mark.parametrize("counts", [[FEW], [FEW, FEW], [FEW, MANY, FEW]])
+def test_batches_of_few_rows_between_others(method, counts):
+    """Triplets of few rows are gathered, from directions of each site alone; sketches need common
+    ones. All sites get the same mean, and training goes on."""
+    steps = [MANY] * 3 + counts + [MANY] * 4 + counts + [MANY] * 3
+
+    def body(rank: int, group: Any) -> list[dict[str, Tensor]]:
+        site = Site(method, rank, group)
+        found = [site.step(rows(rank, step, count)) for step, count in enumerate(steps)]
+        site.session.detach()
+        return found
+
+    one, other = run_on_lasting_groups(2, body)
+    for found, also in zip(one, other, strict=True):
+        assert all(torch.equal(g, also[name]) for name, g in found.items())

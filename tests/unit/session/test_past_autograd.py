@@ -189,3 +189,35 @@ def test_gradients_of_what_the_backward_does_not_reach_are_refused(method):
         session.detach()
 
     run_on_lasting_groups(SITES, body)
+
+
+@pytest.mark.parametrize("inputs", ["canonical", "raw"])
+def test_what_a_backward_adds_to_a_weight_of_a_replayed_block_is_shared(inputs):
+    def net() -> nn.Sequential:
+        block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), block)
+
+    def loss(model: nn.Module, x: Tensor, where: str) -> Tensor:
+        weight = model[1][2].weight
+        return Fused.apply(model(x), weight, [weight], where).square().mean()
+
+    torch.manual_seed(5)
+    start = net()
+    pooled = copy.deepcopy(start).double()
+    (sum(loss(pooled, x.double(), "returned") for x in ROWS) / SITES).backward()
+
+    def body(rank: int, group: Any) -> list[list[Tensor]]:
+        model, found = copy.deepcopy(start), []
+        method = og.EDAD(blocks=["1"], inputs=inputs, always=True)
+        session = og.distribute(model, method, group=group)
+        for _ in range(4):
+            model.zero_grad()
+            loss(model, ROWS[rank], "grad").backward()
+            found.append([g.clone() for g in gradients(model)])
+        session.detach()
+        return found
+
+    for steps in run_on_lasting_groups(SITES, body):
+        for found in steps:
+            for g, p in zip(found, pooled.parameters(), strict=True):
+                assert (g.double() - p.grad).norm() <= 2e-4 * p.grad.norm()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import outergrad as og
+from cases import Events
 from outergrad.core.memory import holders
 from outergrad.step.step import SharedStep
 from ranks import run_ranks
@@ -29,9 +30,9 @@ MODEL = made()
 class Run:
     """One site's training; beside it a copy of the model that sees the rows of both sites."""
 
-    def __init__(self, rank, group):
+    def __init__(self, rank, group, **settings):
         self.rank, self.model, self.pooled = rank, copy.deepcopy(MODEL), copy.deepcopy(MODEL)
-        self.session = og.distribute(self.model, og.Dense(), group=group)
+        self.session = og.distribute(self.model, og.Dense(), group=group, **settings)
         self.params = list(self.model.parameters())
         self.lent = []
 
@@ -50,11 +51,11 @@ class Run:
             torch.testing.assert_close(p.grad, other.grad, rtol=1e-12, atol=1e-12)
 
 
-def lent(body):
+def lent(body, **settings):
     """By step, whether both weights' gradients lay in the buffer; the same on both sites."""
 
     def site(rank, group):
-        run = Run(rank, group)
+        run = Run(rank, group, **settings)
         body(run)
         run.session.detach()
         return run.lent
@@ -72,6 +73,18 @@ def test_a_plain_loop_gets_the_sums_themselves():
             run.model.zero_grad()
 
     assert lent(body) == [False] * 3 + [True] * (STEPS - 3)
+
+
+def test_a_recorded_step_gets_copies_and_those_behind_it_the_sums_again():
+    def body(run):
+        for step in range(STEPS):
+            run.backward(step)
+            run.model.zero_grad()
+
+    events = Events()
+    events.every = STEPS - 3
+    found = lent(body, recorder=events)
+    assert found == [False] * 3 + [True] * (STEPS - 6) + [False, False, True]
 
 
 @pytest.mark.parametrize("places", [[0], [2], [0, 2], [0, 1, 2, 3]])

@@ -412,3 +412,22 @@ def test_a_lost_site_is_the_same_error(moment, repeated):
     assert repeated.count(False) == 1
     with planned_anew():
         assert run_ranks(2, body) == found
+
+
+@pytest.mark.parametrize("method", [og.Dense, og.DAD, lambda: og.RankDAD(rank=2)])
+def test_hooks_of_others_run_where_only_another_site_reaches_the_parameter(method, repeated):
+    """Site 1 never uses the layer; an optimizer in backward steps there as on site 0."""
+
+    def body(rank, group):
+        run = Run(rank, group, plain, method=method())
+        side, steps = run.model.side.weight, []
+        side.register_post_accumulate_grad_hook(lambda p: steps.append(digest([p.grad])))
+        for step in range(STEPS):
+            run.step(run.loss(step, leave_out=rank == 1))
+        run.session.detach()
+        return steps
+
+    steps, other_steps = run_ranks(2, body)
+    assert len(steps) == STEPS
+    assert steps == other_steps
+    assert repeated.count(True) > STEPS

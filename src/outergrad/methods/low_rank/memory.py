@@ -164,17 +164,27 @@ class Memory:
     """Memory of one slot.
 
     Attributes:
-        q_GIR: Right singular directions that were found; left ones, (G, O, R), if `left` is set.
+        q_GIR: Right singular directions that were found; left ones, (G, O, R), if `left` and
+            `agreed` are set.
         residual: Unsent part, which is added to the gradient of the next step, if there is any:
             factors or a matrix, packed in few bits or not.
         columns: Number of columns, K, of the next step where the sites choose it together.
-        left: True if the next step starts from the left side, where both sides take turns.
+        left: True if the next sketch starts from the left side, where both sides take turns. Equal
+            on all sites, as `columns` is.
+        agreed: True if the directions are equal on all sites, where both sides take turns. Those of
+            triplets are each site's own.
     """
 
     q_GIR: Tensor
     residual: Gradient | Packed | None = None
     columns: int | None = None
     left: bool = False
+    agreed: bool = False
+
+    @property
+    def right(self) -> Tensor | None:
+        """Right directions, (G, I, R); None if it holds left ones."""
+        return None if self.left and self.agreed else self.q_GIR
 
 
 def compacted(memory: Memory) -> Memory:
@@ -315,6 +325,7 @@ def common_state(memories: Memories) -> StateDict:
     return {
         "columns": {name: m.columns for name, m in held.items() if m.columns is not None},
         "left": {name: True for name, memory in held.items() if memory.left},
+        "agreed": {name: True for name, memory in held.items() if memory.agreed},
     }
 
 
@@ -333,6 +344,7 @@ def inherited(inheritance: Inheritance, start: StateDict) -> dict[Place, Memory]
     """
     common = inheritance.first["common"]
     columns, left = common["columns"], common.get("left", {})
+    agreed = common.get("agreed", left)  # older states do not say which right ones are
     starts = start["own"]["memories"]
     old = [state["own"]["memories"] for state in inheritance.residual]
     held: dict[Place, Memory] = {}
@@ -340,6 +352,7 @@ def inherited(inheritance: Inheritance, start: StateDict) -> dict[Place, Memory]
         parts = [memories[name] for memories in old if name in memories]
         residual = inherited_residual(parts, inheritance.weight)
         q_GIR = starts[name]["start"] if name in starts else parts[0]["start"][..., :0]
-        is_left = name in starts and name in left
-        held[inheritance.place_of[name]] = Memory(q_GIR, residual, columns.get(name), is_left)
+        is_left, is_agreed = (name in starts and name in told for told in (left, agreed))
+        place = inheritance.place_of[name]
+        held[place] = Memory(q_GIR, residual, columns.get(name), is_left, is_agreed)
     return held

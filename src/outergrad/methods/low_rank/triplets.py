@@ -280,7 +280,12 @@ class Gathered:
         rows, inputs, outputs = shape_of(part.gradient)
         if isinstance(residual, Factors):
             rows += residual.d_GRO.shape[1]
-        columns, known = min(self._columns(part.rows, whole=whole), inputs, outputs), memory.q_GIR
+        columns, known = (
+            min(self._columns(part.rows, whole=whole), inputs, outputs),
+            memory.right_GIR,
+        )
+        if known is None:
+            return None
         share = _KNOWN_SHARE if self.budget is None else 1.0
         # either an exact decomposition of so few rows costs nothing, or too little is known
         if rows < columns or known.shape[2] < share * columns:
@@ -333,13 +338,14 @@ class Gathered:
     ) -> LowRank:
         """Returns `columns` triplets, and notes the rank that the tolerance asks for."""
         settings, memory = self._settings, self._memories[slot]
+        known = None if memory is None else memory.right
         found = compress(
             gradient,
             columns,
             _ANY_ERROR if settings.tolerance else 0.0,
             solver=settings.solver,
             iterations=settings.iterations,
-            q_GIR=None if memory is None else compact(memory.q_GIR),
+            q_GIR=None if known is None else compact(known),
             plus=residual,
         )
         if settings.tolerance:
@@ -378,7 +384,13 @@ class Gathered:
         self._note(slots, triplets.sigma_GR)
         for slot, is_finite, factors, rest in zip(slots, finite, starts, residual, strict=True):
             if is_finite:
-                self._memories[slot] = Memory(factors.a_GRI.mT, rest)
+                before = self._memories[slot]
+                q_GIR = factors.a_GRI.mT  # of this site alone, where sketches may come next
+                self._memories[slot] = (
+                    Memory(q_GIR, rest)
+                    if before is None
+                    else Memory(q_GIR, rest, before.columns, before.left)
+                )
 
     def _note(self, slots: Sequence[Slot], sigma_GR: Tensor) -> None:
         if self.budget is not None:
