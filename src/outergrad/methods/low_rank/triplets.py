@@ -282,7 +282,7 @@ class Gathered:
             rows += residual.d_GRO.shape[1]
         columns, known = (
             min(self._columns(part.rows, whole=whole), inputs, outputs),
-            memory.right_GIR,
+            memory.right,
         )
         if known is None:
             return None
