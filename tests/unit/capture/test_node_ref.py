@@ -34,9 +34,9 @@ def lose(node: NodeRef) -> None:
     """What the garbage collector does to a node that it takes for garbage."""
     with torch.enable_grad():
         other = doubled()
-    node._node = ref(other.grad_fn)
+    node.known = ref(other.grad_fn)
     del other
-    assert node._node() is None
+    assert node.known() is None
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -344,8 +344,8 @@ def inherited(inheritance: Inheritance, start: StateDict) -> dict[Place, Memory]
     """
     common = inheritance.first["common"]
     columns, left = common["columns"], common.get("left", {})
-    agreed = common.get("agreed", left)  # older states do not say which right ones are
     starts = start["own"]["memories"]
+    agreed = common.get("agreed", starts)  # older states do not tell, and mostly are
     old = [state["own"]["memories"] for state in inheritance.residual]
     held: dict[Place, Memory] = {}
     for name in dict.fromkeys(name for memories in (starts, *old) for name in memories):
