@@ -164,27 +164,27 @@ class Memory:
     """Memory of one slot.
 
     Attributes:
-        q_GIR: Right singular directions that were found; left ones, (G, O, R), if `left` and
-            `agreed` are set.
+        q_GIR: Right singular directions that were found; left ones, (G, O, R), if `left` is set and
+            `own` is not.
         residual: Unsent part, which is added to the gradient of the next step, if there is any:
             factors or a matrix, packed in few bits or not.
         columns: Number of columns, K, of the next step where the sites choose it together.
         left: True if the next sketch starts from the left side, where both sides take turns. Equal
             on all sites, as `columns` is.
-        agreed: True if the directions are equal on all sites, where both sides take turns. Those of
-            triplets are each site's own.
+        own: True if both sides take turns, and these directions are of this site alone: those of
+            triplets, which were sent instead of a sketch.
     """
 
     q_GIR: Tensor
     residual: Gradient | Packed | None = None
     columns: int | None = None
     left: bool = False
-    agreed: bool = False
+    own: bool = False
 
     @property
     def right(self) -> Tensor | None:
         """Right directions, (G, I, R); None if it holds left ones."""
-        return None if self.left and self.agreed else self.q_GIR
+        return None if self.left and not self.own else self.q_GIR
 
 
 def compacted(memory: Memory) -> Memory:
@@ -322,10 +322,11 @@ def with_loss(
 def common_state(memories: Memories) -> StateDict:
     """Returns, by place, what is equal on all sites: columns of adaptive sketches, and the side."""
     held = {place_name(place): memory for place, memory in memories.held().items()}
+    own = {name: True for name, memory in held.items() if memory.own}
     return {
         "columns": {name: m.columns for name, m in held.items() if m.columns is not None},
         "left": {name: True for name, memory in held.items() if memory.left},
-        "agreed": {name: True for name, memory in held.items() if memory.agreed},
+        **({"own": own} if own else {}),
     }
 
 
@@ -343,16 +344,15 @@ def inherited(inheritance: Inheritance, start: StateDict) -> dict[Place, Memory]
         start: State that start directions are taken from.
     """
     common = inheritance.first["common"]
-    columns, left = common["columns"], common.get("left", {})
+    columns, left, own = common["columns"], common.get("left", {}), common.get("own", {})
     starts = start["own"]["memories"]
-    agreed = common.get("agreed", starts)  # older states do not tell, and mostly are
     old = [state["own"]["memories"] for state in inheritance.residual]
     held: dict[Place, Memory] = {}
     for name in dict.fromkeys(name for memories in (starts, *old) for name in memories):
         parts = [memories[name] for memories in old if name in memories]
         residual = inherited_residual(parts, inheritance.weight)
         q_GIR = starts[name]["start"] if name in starts else parts[0]["start"][..., :0]
-        is_left, is_agreed = (name in starts and name in told for told in (left, agreed))
+        is_left, is_own = (name in starts and name in told for told in (left, own))
         place = inheritance.place_of[name]
-        held[place] = Memory(q_GIR, residual, columns.get(name), is_left, is_agreed)
+        held[place] = Memory(q_GIR, residual, columns.get(name), is_left, is_own)
     return held

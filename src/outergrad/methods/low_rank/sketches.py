@@ -288,7 +288,7 @@ class AlternatingSketches(Subspace):
             # apart from this site's own directions, so that it is bit-equal on all sites
             directions_GVK = self._basis(mean)
         if math.isfinite(directions_GVK.sum().item()):
-            memory = Memory(directions_GVK, rest, wanted, left=not left, agreed=True)
+            memory = Memory(directions_GVK, rest, wanted, left=not left)
             self._memories[slot] = compacted(memory)
         return _factors(basis_GWK, mean, left=left)
 
@@ -320,7 +320,9 @@ def _directions(matrix: Product | Total, memory: Memory | None, columns: int, co
     Fixed random directions replace those that are missing.
     """
     like_GNW = matrix.scale_G.new_empty(len(matrix.scale_G), 0, matrix.outputs, dtype=matrix.dtype)
-    known = memory.q_GIR if memory is not None and memory.agreed else None
+    known = None
+    if memory is not None and memory.q_GIR.shape[2] and not memory.own:
+        known = memory.q_GIR
     shared_GWK = start(like_GNW, columns, known)
     if known is None or known.shape[2] < columns:
         shared_GWK = orthonormal(shared_GWK)

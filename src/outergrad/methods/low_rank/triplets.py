@@ -384,13 +384,15 @@ class Gathered:
         self._note(slots, triplets.sigma_GR)
         for slot, is_finite, factors, rest in zip(slots, finite, starts, residual, strict=True):
             if is_finite:
-                before = self._memories[slot]
-                q_GIR = factors.a_GRI.mT  # of this site alone, where sketches may come next
-                self._memories[slot] = (
-                    Memory(q_GIR, rest)
-                    if before is None
-                    else Memory(q_GIR, rest, before.columns, before.left)
-                )
+                self._memories[slot] = self._memory(slot, factors.a_GRI.mT, rest)
+
+    def _memory(self, slot: Slot, q_GIR: Tensor, residual: Gradient | None) -> Memory:
+        """Returns the memory of triplets; if sketches come next, sites agree on their side."""
+        before = self._memories[slot]
+        if not self._settings.alternates:
+            return Memory(q_GIR, residual)
+        columns, left = (None, False) if before is None else (before.columns, before.left)
+        return Memory(q_GIR, residual, columns, left, own=True)
 
     def _note(self, slots: Sequence[Slot], sigma_GR: Tensor) -> None:
         if self.budget is not None:
