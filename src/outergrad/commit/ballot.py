@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import SupportsInt
@@ -190,10 +190,6 @@ class Ballot:
     def note_sum(self, digest: SupportsInt) -> None:
         """Adds a digest of a sum, or of messages of all sites, that this site received."""
         self._sums.append(digest)
-
-    def note_sums(self, digests: Iterable[SupportsInt]) -> None:
-        """Adds several such digests."""
-        self._sums.extend(digests)
 
     def cover(self, first: int, digest: SupportsInt) -> None:
         """Extends the vote to earlier steps that nobody has voted on.

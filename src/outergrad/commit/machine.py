@@ -13,8 +13,8 @@ none: the caller has to learn that the other sites gave up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import Enum
+from typing import NoReturn, TypeVar
 
 EVERY = 16
 """Steps per vote. One in each would cost small models a tenth of it: it wakes gloo's threads."""
@@ -109,16 +109,35 @@ class Action(str, Enum):
     DROP = "drop the result"
 
 
+class EventRefusedError(AssertionError):
+    """An event came in a state that does not allow it."""
+
+    def __init__(self, state: Enum, event: Event) -> None:
+        super().__init__(f"in the state {state.name} there is no event {event.name}")
+
+
+State = TypeVar("State", bound=Enum)
+
+
+class Table(dict[tuple[State, Event], tuple[State, tuple[Action, ...]]]):
+    """Transitions: (state, event) -> (next state, actions). Others are refused."""
+
+    def __missing__(self, key: tuple[State, Event]) -> NoReturn:
+        """Refuses an event.
+
+        Raises:
+            EventRefusedError: the state does not allow the event.
+        """
+        raise EventRefusedError(*key)
+
+
 _S, _J, _K, _E, _A = CommitState, JoinState, KeptState, Event, Action
 IS_OVER = (_S.FROZEN, _S.LOST, _S.MOVING)
 """States in which a site makes no more steps on its transport."""
 
-SiteTable = Mapping[tuple[CommitState, Event], tuple[CommitState, tuple[Action, ...]]]
-JoinTable = Mapping[tuple[JoinState, Event], tuple[JoinState, tuple[Action, ...]]]
-KeptTable = Mapping[tuple[KeptState, Event], tuple[KeptState, tuple[Action, ...]]]
 
 # fmt: off
-SITE: SiteTable = {
+SITE = Table({
     (_S.OPEN,   _E.SENDS):  (_S.SENT,   ()),
     (_S.SENT,   _E.SENDS):  (_S.SENT,   ()),  # once more, after a surprise
     (_S.OPEN,   _E.MADE):   (_S.OPEN,   ()),
@@ -132,10 +151,10 @@ SITE: SiteTable = {
     **{(state,  _E.FAILED): (state,     (_A.AWAIT,)) for state in IS_OVER},
     **{(state,  event):     (state,     (_A.RAISE,))
        for state in IS_OVER for event in (_E.SENDS, _E.MADE, _E.JOINS)},
-}
+})
 """Transitions of a site: (state, event) -> (next state, actions)."""
 
-JOIN: JoinTable = {
+JOIN = Table({
     (_J.STEADY, _E.COME):    (_J.TOLD,   (_A.TELL,)),
     (_J.STEADY, _E.MADE):    (_J.STEADY, ()),
     (_J.STEADY, _E.BEGINS):  (_J.STEADY, ()),
@@ -156,10 +175,10 @@ JOIN: JoinTable = {
     (_J.SET,    _E.SET):     (_J.SET,    ()),
     (_J.DUE,    _E.SET):     (_J.DUE,    ()),
     (_J.DUE,    _E.BEGINS):  (_J.DUE,    (_A.JOIN,)),
-}
+})
 """Transitions of the join barrier."""
 
-KEPT: KeptTable = {
+KEPT = Table({
     (_K.SETTLED,   _E.MADE):     (_K.KEPT,      (_A.KEEP,)),
     (_K.SETTLED,   _E.VOTED):    (_K.CAST,      (_A.KEEP, _A.CAST)),
     (_K.SETTLED,   _E.DECIDED):  (_K.DECIDED,   ()),
@@ -182,16 +201,9 @@ KEPT: KeptTable = {
     (_K.COMPARING, _E.ENDED):    (_K.COMPARING, (_A.COMPARE,)),  # once more, by their farewells
     (_K.COMPARING, _E.COMPARED): (_K.SETTLED,   (_A.DROP,)),
     **{(state,     _E.FORGETS):  (_K.SETTLED,   (_A.DROP,)) for state in _K},
-}
+})
 """Transitions of a session's last step."""
 # fmt: on
-
-
-class EventRefusedError(AssertionError):
-    """An event came in a state that does not allow it."""
-
-    def __init__(self, state: Enum, event: Event) -> None:
-        super().__init__(f"in the state {state.name} there is no event {event.name}")
 
 
 class CommitMachine:
@@ -213,10 +225,7 @@ class CommitMachine:
         Raises:
             EventRefusedError: the state does not allow the event.
         """
-        row = SITE.get((self.state, event))
-        if row is None:
-            raise EventRefusedError(self.state, event)
-        self.state, actions = row
+        self.state, actions = SITE[self.state, event]
         return actions
 
     def make(self) -> tuple[Action, ...]:
@@ -263,10 +272,7 @@ class CommitMachine:
         return () if self.state in IS_OVER else self._on_join(Event.BEGINS)
 
     def _on_join(self, event: Event) -> tuple[Action, ...]:
-        row = JOIN.get((self.join, event))
-        if row is None:
-            raise EventRefusedError(self.join, event)
-        self.join, actions = row
+        self.join, actions = JOIN[self.join, event]
         return actions
 
 
@@ -291,10 +297,7 @@ class KeptStep:
         Raises:
             EventRefusedError: the state does not allow the event.
         """
-        row = KEPT.get((self.state, event))
-        if row is None:
-            raise EventRefusedError(self.state, event)
-        self.state, actions = row
+        self.state, actions = KEPT[self.state, event]
         return actions
 
     def make(self) -> tuple[Action, ...]:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 from outergrad.commit.board_io import performed
 from outergrad.commit.board_requests import Asking, First
-from outergrad.core.transport import Board
+from outergrad.core.errors import BoardGoneError, ExchangeError, Failure
+from outergrad.core.transport import Board, Comm
 
 ALL = -1
 """Sentinel for `Question.of`: every other site is asked."""
 MADE = -2
 """Sentinel for `Question.place`: report when `made` steps are made."""
+_POLL_S = 0.02
 
 
 def asked_slot(number: int) -> str:
@@ -67,6 +69,33 @@ def asking(question: Question, start: int) -> Asking[int]:
     while (yield First(asked_slot(number), text)) != text:
         number += 1
     return number
+
+
+def sent_again(comm: Comm, question: Question, start: int, nbytes: int) -> bytes:
+    """Requests a message of another site once more, and waits for it.
+
+    Args:
+        comm: the transport, which has a board.
+        question: the request.
+        start: all numbers of requests below are taken.
+        nbytes: bytes of the message.
+
+    Raises:
+        ExchangeError: it does not come, or the board is gone.
+    """
+    board, until = comm.board, time.monotonic() + comm.patience_s
+    assert board is not None
+    try:
+        number = ask(board, question, start)
+        while time.monotonic() < until:
+            content = board.get(answer_key(number))
+            if content is not None and len(content) == nbytes:
+                return content
+            time.sleep(_POLL_S)
+    except BoardGoneError as error:
+        raise ExchangeError(str(error), kind=Failure.LOCAL) from error
+    told = f"a message of site {question.of} was damaged, and it sent none again"
+    raise ExchangeError(told, (question.of,), kind=Failure.TIMEOUT)
 
 
 def ask(board: Board, question: Question, start: int) -> int:

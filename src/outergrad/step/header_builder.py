@@ -171,7 +171,7 @@ class HeaderBuilder:
         self, entry: _Entry, formed: Set[str], carried_over: CarriedOver, trained: Set[str]
     ) -> SlotUse:
         layer, k, use = entry.layer, entry.number, entry.use
-        if use is not None and layer.rests and layer.is_known(k) and not carried_over.stacked:
+        if use is not None and layer.is_known(k) and not carried_over.stacked:
             return use
         seen = tapped, untapped, dtype = layer.announced(k, trained)
         plain = not (formed or carried_over.stacked)

@@ -15,13 +15,11 @@ from outergrad.buckets.bucket import Bucket, Pending
 from outergrad.capture.engine import NO_TASK
 from outergrad.commit.ballot import Ballot, Decision
 from outergrad.commit.participant import refuse_if_given_up
-from outergrad.commit.peer_requests import Question, answer_key, ask
+from outergrad.commit.peer_requests import Question, sent_again
 from outergrad.commit.step_result import StepResult
 from outergrad.core.errors import (
-    BoardGoneError,
     DriftError,
     ExchangeError,
-    Failure,
     OverwrittenError,
     RefusedError,
 )
@@ -43,7 +41,6 @@ from outergrad.step.receiving import BUFFERS_PLACE, Last, Receiver, only
 from outergrad.step.spec import StepSpec
 from outergrad.step.step_plan import StepPlan
 
-_POLL_S = 0.02
 _NOTHING = nullcontext()
 _NO_BUFFERS, _NO_MEAN_DELTAS = combined(()), combined(())
 """Digests of what was received where no buffers travelled, and no deltas."""
@@ -253,20 +250,20 @@ class SharedStep:
         if any(h.join != Join.NONE or not h.alone or any(h.buffers) for h in headers):
             return None
         return StepPlan(
-            headers,
-            own,
-            frozenset(self._trained),
-            rests,
-            self.choice,
-            self._buckets,
-            self._place,
-            [len(bucket.params.intersection(self._trained)) for bucket in self._buckets],
-            context.used,
-            context.share,
-            context.scale,
-            self.subjects,
-            self._is_optimistic,
-            self._views(),
+            headers=headers,
+            own=own,
+            trained=frozenset(self._trained),
+            rests=rests,
+            choice=self.choice,
+            buckets=self._buckets,
+            place=self._place,
+            counts=[len(bucket.params.intersection(self._trained)) for bucket in self._buckets],
+            used=context.used,
+            share=context.share,
+            scale=context.scale,
+            subjects=self.subjects,
+            is_optimistic=self._is_optimistic,
+            views=self._views(),
         )
 
     def _views(self) -> Sequence[BucketView | None]:
@@ -326,8 +323,7 @@ class SharedStep:
             self._sent.append((bucket, bucket.start(self.context)))
 
     def _start_rest(self) -> None:
-        if self.choice is None:
-            self._agree()
+        self.agreed()
         while len(self._sent) < len(self._buckets):
             self._start()
 
@@ -574,25 +570,9 @@ class SharedStep:
         Raises:
             ExchangeError: it does not come.
         """
-        board, participant, until = (
-            self._comm.board,
-            self._participant,
-            time.monotonic() + self._comm.patience_s,
-        )
-        assert board is not None
-        assert participant is not None
-        question = Question(self._comm.rank, site, participant.made, place)
-        try:
-            number = ask(board, question, participant.asked)
-            while time.monotonic() < until:
-                content = board.get(answer_key(number))
-                if content is not None and len(content) == nbytes:
-                    return content
-                time.sleep(_POLL_S)
-        except BoardGoneError as error:
-            raise ExchangeError(str(error), kind=Failure.LOCAL) from error
-        told = f"a message of site {site} was damaged, and it sent none again"
-        raise ExchangeError(told, (site,), kind=Failure.TIMEOUT)
+        assert self._participant is not None
+        question = Question(self._comm.rank, site, self._participant.made, place)
+        return sent_again(self._comm, question, self._participant.asked, nbytes)
 
     def message_to(self, site: int, place: int) -> bytes | None:
         """Returns the bytes that this site sent in a message; None if they are no longer there."""

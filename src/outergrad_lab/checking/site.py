@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -68,7 +69,7 @@ class LeftError(Exception):
     """An error of the program itself, which ends it."""
 
 
-class Site:
+class Site(ABC):
     """A site of a trial; a protocol defines its steps.
 
     Args:
@@ -156,17 +157,17 @@ class Site:
 
     # -- for a protocol to define -------------------------------------------------------------
 
+    @abstractmethod
     def arrive(self) -> Waiting[None]:
         """Takes its place among the sites."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self) -> Waiting[None]:
         """Makes one step, and applies it or not.
 
         Raises:
             SiteLost: the site does not go on.
         """
-        raise NotImplementedError
 
     def settle(self) -> Waiting[None]:
         """Ends the session after the last step."""

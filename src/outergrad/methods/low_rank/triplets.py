@@ -207,6 +207,7 @@ class Gathered:
         self, settings: LowRankSettings, memories: Memories, budget: Budget | None = None
     ) -> None:
         self._settings, self._memories, self.budget = settings, memories, budget
+        self._alternates = settings.alternates
         self._rows: dict[tuple[Place, int], int] = {}
         self._wanted: dict[Place, int] = {}
 
@@ -280,10 +281,8 @@ class Gathered:
         rows, inputs, outputs = shape_of(part.gradient)
         if isinstance(residual, Factors):
             rows += residual.d_GRO.shape[1]
-        columns, known = (
-            min(self._columns(part.rows, whole=whole), inputs, outputs),
-            memory.right,
-        )
+        columns = min(self._columns(part.rows, whole=whole), inputs, outputs)
+        known = memory.right if memory.left else memory.q_GIR  # spares a call for each layer
         if known is None:
             return None
         share = _KNOWN_SHARE if self.budget is None else 1.0
@@ -382,17 +381,17 @@ class Gathered:
         starts = apart(Factors(triplets.d_GRO, triplets.a_GRI), slots)
         finite = _finite(triplets.sigma_GR, slots)
         self._note(slots, triplets.sigma_GR)
+        alternates = self._alternates
         for slot, is_finite, factors, rest in zip(slots, finite, starts, residual, strict=True):
             if is_finite:
-                self._memories[slot] = self._memory(slot, factors.a_GRI.mT, rest)
+                memory = Memory(factors.a_GRI.mT, rest)
+                self._memories[slot] = self._before_sketches(slot, memory) if alternates else memory
 
-    def _memory(self, slot: Slot, q_GIR: Tensor, residual: Gradient | None) -> Memory:
-        """Returns the memory of triplets; if sketches come next, sites agree on their side."""
+    def _before_sketches(self, slot: Slot, memory: Memory) -> Memory:
+        """Returns a memory of triplets behind which a sketch may come, whose side is agreed on."""
         before = self._memories[slot]
-        if not self._settings.alternates:
-            return Memory(q_GIR, residual)
         columns, left = (None, False) if before is None else (before.columns, before.left)
-        return Memory(q_GIR, residual, columns, left, own=True)
+        return replace(memory, columns=columns, left=left, own=True)
 
     def _note(self, slots: Sequence[Slot], sigma_GR: Tensor) -> None:
         if self.budget is not None:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from rich.text import Text
 
-from outergrad._aggregate import (
+from outergrad._amounts import amount, duration, plain, seconds, short, times
+from outergrad._printable import printable
+from outergrad.core.aggregate import (
     LayerLine,
     Speed,
     Watched,
@@ -24,8 +26,6 @@ from outergrad._aggregate import (
     silence,
     speed,
 )
-from outergrad._amounts import amount, duration, plain, seconds, short, times
-from outergrad._printable import printable
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 

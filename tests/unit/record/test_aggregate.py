@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from made_up_run import DENSE_BYTES, START, events, layer, watched
-from outergrad._aggregate import (
+from outergrad.core.aggregate import (
     Series,
     Watched,
     WatchedSite,
