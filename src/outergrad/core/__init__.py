@@ -1,1 +1,1 @@
-"""Data types of outergrad and the protocols between its packages; contains no behaviour."""
+"""Data types of outergrad, the protocols between its packages, and figures of a run."""
