@@ -33,7 +33,7 @@ test-all: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m alone $$(grep -rl --include='*.py' mark.alone tests)
 
 lint: $(READY)
-	$(BIN)/ruff check
+	$(BIN)/ruff check --no-cache # a cached answer does not know that a module has moved
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo

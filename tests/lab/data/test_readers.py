@@ -7,11 +7,11 @@ import gzip
 import numpy as np
 import pytest
 import torch
-from small_files import RARE, TEST, TRAIN, WRITERS, idx, pixels, write
 
 from outergrad.launch.errors import RecipeError
 from outergrad_lab.data import SOURCES, load
 from outergrad_lab.data.files import DamagedFileError, read_idx
+from small_files import RARE, TEST, TRAIN, WRITERS, idx, pixels, write
 
 FILES = [(name, file) for name in SOURCES for file in SOURCES[name].files]
 ARCHIVES = [(name, file) for name, file in FILES if file.endswith(".npz")]

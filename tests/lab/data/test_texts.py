@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_files import TRAIN, write
 
 from outergrad.launch.errors import RecipeError
 from outergrad_lab.data import SOURCES, load, texts
 from outergrad_lab.data.cache import cached, key_of
 from outergrad_lab.data.texts import PADDING, as_tokens, learn_tokens
+from small_files import TRAIN, write
 
 TEXTS = ["The cat, the HAT", "a cat\nin a hat \u00e9\u20ac", "", "cats " * 50]
 

@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from small_files import write
 
 from forked import forked_processes
 from outergrad.launch.start import run_sites
 from outergrad_lab.data import missing_files
 from outergrad_lab.training.job import Job
 from outergrad_lab.training.train import Files, train
+from small_files import write
 
 pytestmark = pytest.mark.slow
 
