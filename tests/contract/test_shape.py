@@ -65,11 +65,7 @@ def documented() -> Iterator[tuple[str, str]]:
                     yield f"{file.relative_to(REPOSITORY)}:{line}", text.partition("\n")[0]
 
 
-AT_ITS_END = {"MeshStep"}
-"""A step of several ranks becomes one between sites at the end of backward, and is none before."""
-
-
-@pytest.mark.parametrize("name", [n for n in CLASSES if bases(n) and n not in AT_ITS_END])
+@pytest.mark.parametrize("name", [name for name in CLASSES if bases(name)])
 def test_a_class_is_not_divided_by_inheritance(name):
     own = [base for base in ancestors(name) if not is_aside(base)]
     assert len(own) <= 2, f"{name} has the ancestors {own}: give it parts instead"

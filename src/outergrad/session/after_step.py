@@ -13,7 +13,7 @@ from outergrad.record.stats import Stats
 from outergrad.session.choosing import Choosing
 from outergrad.session.core import Core
 from outergrad.session.failure import FailureHandler
-from outergrad.step.step import SharedStep
+from outergrad.session.running_step import SyncedStep
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Aftermath:
         self._exchange, self._at, self._failure = core.exchange, core.at, failure
         self._reporter, self._mishaps, self._choosing = core.reporter, core.mishaps, choosing
 
-    def follow(self, step: SharedStep) -> None:
+    def follow(self, step: SyncedStep) -> None:
         """Continues with what a shared step has chosen, and reports it."""
         if step.choice is None:
             return
@@ -72,7 +72,7 @@ class Aftermath:
         at.count(Stats(at.stats.step + 1, total_sent_bytes=at.stats.total_sent_bytes))
         self._reporter.report_alone(at.stats)
 
-    def note(self, step: SharedStep) -> None:
+    def note(self, step: SyncedStep) -> None:
         """Counts and reports a step that does not count.
 
         Raises:
@@ -85,7 +85,7 @@ class Aftermath:
         else:
             self._mishaps.decided(step.decision, step.subjects.names)
 
-    def _steps_with(self, step: SharedStep) -> int:
+    def _steps_with(self, step: SyncedStep) -> int:
         """Returns the count of steps; a void one, behind which others continue, does not count."""
         at = self._at
         is_void = step.decision is None and at.lost_step is not None

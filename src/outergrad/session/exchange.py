@@ -27,7 +27,7 @@ from outergrad.session.membership import Membership
 from outergrad.session.next_forward import NextForward
 from outergrad.session.ranks import OneRank
 from outergrad.session.reporting import Reporter
-from outergrad.session.running_step import Step
+from outergrad.session.running_step import Step, SyncedStep
 from outergrad.session.settings import Settings
 from outergrad.session.state import Owner
 from outergrad.step import param_grad
@@ -38,7 +38,6 @@ from outergrad.step.header_builder import Announced, HeaderBuilder, Loop
 from outergrad.step.joint import JointParts, JointStep, Point, described
 from outergrad.step.mishaps import Mishaps
 from outergrad.step.spec import StepSpec
-from outergrad.step.step import SharedStep
 from outergrad.step.step_plan import StepPlan
 from outergrad.step.transforming import leftover, refuse_leftover
 from outergrad.step.unsynced import UnsyncedStep
@@ -203,15 +202,11 @@ class Exchange:
         rests = plan.rests and self.next_forward.rests and not self.model.blocks
         return plan if rests or self.header_builder.uses_as(plan.own, used) else None
 
-    def keep_plan(self, step: SharedStep) -> None:
+    def keep_plan(self, step: SyncedStep) -> None:
         """Keeps the plan of a step that is over, for the next one that announces the same."""
         self.plan = None
         changes = self.transform is not None or self.joint is not None
-        if (
-            not self._ranks.repeats
-            or changes
-            or not (self.cadence.always and self.weighting.is_even)
-        ):
+        if changes or not (self.cadence.always and self.weighting.is_even):
             return
         layers = self.next_forward.layers
         rests = step.plan is None and all(
@@ -232,7 +227,7 @@ class Exchange:
             return header
         return replace(header, uses=tuple(replace(use, tapped=False) for use in header.uses))
 
-    def new_step(self, header: Header, **about: Any) -> SharedStep:
+    def new_step(self, header: Header, **about: Any) -> SyncedStep:
         """Begins a step with the other sites, of the whole model by default.
 
         Args:

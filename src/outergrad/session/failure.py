@@ -12,9 +12,9 @@ from outergrad.commit.lost import Findings, standing_of
 from outergrad.commit.step_result import StepResult
 from outergrad.core.errors import ExchangeError, Failure, SiteLostError, SitesChangedError
 from outergrad.session.core import Core
+from outergrad.session.running_step import SyncedStep
 from outergrad.step import param_grad
 from outergrad.step.groups import give_up, note_lost
-from outergrad.step.step import SharedStep
 
 
 class FailureHandler:
@@ -90,7 +90,7 @@ class FailureHandler:
             step.clear()
         return found.counted
 
-    def counts_elsewhere(self, step: SharedStep, error: ExchangeError) -> bool:
+    def counts_elsewhere(self, step: SyncedStep, error: ExchangeError) -> bool:
         """Aborts the transport; True if a remaining site has made the step, so that it counts.
 
         The next step raises then.

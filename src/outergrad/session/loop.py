@@ -34,12 +34,11 @@ from outergrad.session.after_step import Aftermath, Follower, StepOutcome
 from outergrad.session.core import Core
 from outergrad.session.elastic import Elastic
 from outergrad.session.failure import FailureHandler
-from outergrad.session.running_step import Step
+from outergrad.session.running_step import Step, SyncedStep
 from outergrad.step import param_grad
 from outergrad.step.cadence import Share
 from outergrad.step.header_builder import Loop
 from outergrad.step.joint import JointStep, Point, described
-from outergrad.step.step import SharedStep
 
 LOOKS, LOOKS_EVERY = 3, 16
 """In 3 of every 16 steps gradients are compared once backward has ended. That takes a microsecond
@@ -301,7 +300,7 @@ class BackwardLoop:
         for follower in self._followers:
             follower(outcome)
 
-    def _finish(self, step: Step, shared: SharedStep | None) -> None:
+    def _finish(self, step: Step, shared: SyncedStep | None) -> None:
         exchange, due_parts = self._exchange, self._running.due_parts
         try:
             self._complete(shared)
@@ -317,7 +316,7 @@ class BackwardLoop:
         finally:
             self._close_and_note(step)
 
-    def _complete(self, shared: SharedStep | None) -> None:
+    def _complete(self, shared: SyncedStep | None) -> None:
         if shared is not None:
             try:
                 shared.finish()
@@ -347,7 +346,7 @@ class BackwardLoop:
         if (shared := step.shared) is not None:
             self._aftermath.note(shared)
 
-    def _follow_up(self, step: SharedStep) -> None:
+    def _follow_up(self, step: SyncedStep) -> None:
         self._aftermath.follow(step)
         if step.choice is not None:
             self._exchange.keep_plan(step)
@@ -446,7 +445,7 @@ class BackwardLoop:
 
     # -- steps without a backward -----------------------------------------------------------------
 
-    def shadow(self, join: Join, weight: int = 0) -> SharedStep:
+    def shadow(self, join: Join, weight: int = 0) -> SyncedStep:
         """Begins a step without a backward; gradients that were not shared are dropped.
 
         Args:
@@ -462,12 +461,12 @@ class BackwardLoop:
         self.enter(step)
         return step
 
-    def enter(self, step: SharedStep) -> None:
+    def enter(self, step: SyncedStep) -> None:
         """Makes a step without a backward the one that runs."""
         self._at.group.running.append(self)
         self._running.begin(step)
 
-    def drop(self, step: SharedStep) -> None:
+    def drop(self, step: SyncedStep) -> None:
         """Ends a step of which only the headers were needed."""
         self._running.end()
         self._at.group.running.remove(self)

@@ -18,6 +18,7 @@ from outergrad.session.inspect import Inspection
 from outergrad.session.made_equal import ReplicaState
 from outergrad.session.model_guard import ModelGuard
 from outergrad.session.reporting import Reporter
+from outergrad.session.running_step import SyncedStep
 from outergrad.session.state import Owner
 from outergrad.step.spec import StepSpec
 from outergrad.step.step import SharedStep
@@ -40,10 +41,8 @@ class OneRank:
         count: the number of ranks on all sites.
         several: True if there is another rank to share with.
         watches_backwards: True if autograd's calls of the model are looked at.
-        repeats: True if a step may repeat the messages of the last one.
     """
 
-    repeats = True
     watches_backwards = True
 
     def __init__(
@@ -80,7 +79,7 @@ class OneRank:
         """Returns the planner of what this rank sends, given that of the whole model."""
         return whole
 
-    def step(self, spec: StepSpec, unshared: Set[str]) -> SharedStep:
+    def step(self, spec: StepSpec, unshared: Set[str]) -> SyncedStep:
         """Begins a step with the other sites.
 
         Args:
@@ -92,7 +91,7 @@ class OneRank:
     def begin(self) -> None:
         """Prepares for a backward pass that begins."""
 
-    def note(self, step: SharedStep) -> None:
+    def note(self, step: SyncedStep) -> None:
         """Notes a shared step that is over."""
 
     def hooks(self, watched: Mapping[str, WatchedParameter]) -> Mapping[str, HeldHooks]:

@@ -7,22 +7,28 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
+from outergrad.buckets.bucket import StepContext
 from outergrad.commit.ballot import Decision
-from outergrad.core.errors import ExchangeError, Failure, StepDiscardedError
+from outergrad.commit.step_result import StepResult
+from outergrad.core.errors import DriftError, ExchangeError, Failure, StepDiscardedError
 from outergrad.core.model import Choice
 from outergrad.core.reasons import Reason
 from outergrad.core.transport import Comm
 from outergrad.core.types import Unit
 from outergrad.messages.header import Header
 from outergrad.messages.vote import NOTHING, Subjects, Verdict, Vote
+from outergrad.record.stats import Stats
 from outergrad.session.mesh.pooling import SharePlanner
 from outergrad.session.mesh.rank_reports import RankReport, RankStatus
 from outergrad.session.mesh.ranks import ranks_named
 from outergrad.step import param_grad
 from outergrad.step.captured import Captured
+from outergrad.step.joint import Point
 from outergrad.step.spec import StepSpec
 from outergrad.step.step import SharedStep
+from outergrad.step.step_plan import StepPlan
 
 
 @dataclass(frozen=True)
@@ -77,40 +83,58 @@ class IntraSiteReducer(Protocol):
         """
         ...
 
-    def tell(self, ending: RankReport, step: MeshStep) -> list[list[int]]:
+    def tell(self, ending: RankReport, step: SharedStep | None) -> list[list[int]]:
         """Exchanges the reports on all shares; returns those of all ranks of the site as words."""
         ...
 
-    def spread(self, step: MeshStep) -> ScatterResult:
+    def spread(self, step: SharedStep) -> ScatterResult:
         """Leaves the mean gradients of all shares on this rank, once the step counts."""
         ...
 
 
-class MeshStep(SharedStep):
-    """Shared step of a site of several ranks: an ordinary step for this rank's share of the model.
+class MeshStep:
+    """Step of a site of several ranks, which reduces inside the site before and after the exchange.
 
     During backward everything stays on this rank. At its end the gradients of the site are pooled:
-    each rank gets those of its share, and begins an ordinary step with its counterparts at the
-    other sites. Then the ranks of the site tell each other how their shares fared: the step counts
-    if all shares arrived. Once it has begun, all ranks go through all of its messages, even if the
+    each rank gets those of its share, and makes a shared step with its counterparts at the other
+    sites. Then the ranks of the site tell each other how their shares fared: the step counts if all
+    shares arrived. Once it has begun, all ranks go through all of its messages, even if the
     backward of one raised.
 
     Args:
         spec: this rank's step, before anything is pooled.
         inside: reducer of the site.
         planner: of this rank's share.
+
+    Attributes:
+        task: as for `SharedStep`.
+        captured: as for `SharedStep`.
+        choice: how every unit of the model travelled; None before the means are spread.
+        decision: whether the step counts; None before that is known.
+        subjects: parameters and buffers that the votes on all shares can be about.
+        plan: None: its messages to other sites are not all that it does.
     """
+
+    plan: StepPlan | None = None
 
     def __init__(self, spec: StepSpec, inside: IntraSiteReducer, planner: SharePlanner) -> None:
         self.task, self.captured = spec.task, spec.captured()
         self.choice: Choice | None = None
         self.decision: Decision | None = None
-        self._spec, self.inside, self._shares = spec, inside, planner
-        self._own: StepSpec | None = None
+        self.subjects = Subjects(list(spec.model.params), spec.buffers.names)
+        self._spec, self._inside, self._planner = spec, inside, planner
+        self._between: StepSpec | None = None
+        """This rank's share of the step, once it is pooled."""
+        self._share: SharedStep | None = None
+        """Step of the share, once it has begun."""
+        self._spread = ScatterResult()
         self._worst = RankStatus.GOOD
         self._error: Exception | None = None
-        self._begun = False
-        self._spread: ScatterResult | None = None
+
+    @property
+    def shared(self) -> MeshStep:
+        """The step itself."""
+        return self
 
     @property
     def place(self) -> str:
@@ -119,28 +143,61 @@ class MeshStep(SharedStep):
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """Units that the choice is about; none before the shares are spread."""
-        return () if self._spread is None else tuple(self._spread.tap_next)
+        """Units that the choice is about; none before the means are spread."""
+        return tuple(self._spread.tap_next)
+
+    @property
+    def context(self) -> StepContext:
+        """Context of this rank's share."""
+        return self._begun.context
+
+    @property
+    def drift(self) -> DriftError | None:
+        """Error that counterparts have applied different results, if that was found."""
+        return None if self._share is None else self._share.drift
+
+    @property
+    def applied(self) -> bool:
+        """True if the step counts: all shares of all sites arrived."""
+        return self.decision is not None and self.decision.good
 
     @property
     def voted(self) -> bool:
         """True if the other sites may have applied this rank's share."""
-        return self._begun and self._ballot.is_good
+        return self._share is not None and self._share.voted
 
     @property
     def active_here(self) -> Sequence[int]:
         """Ranks of this site that have a batch in a joined loop."""
-        return self.inside.active
+        return self._inside.active
+
+    def note_gradient(self, name: str) -> None:
+        """Notes that a parameter has a gradient besides its factors."""
+        self.captured.has_autograd_grad.add(name)
+
+    def note_written(self, name: str) -> None:
+        """Notes that a backward wrote to `param.grad` itself."""
+        self.captured.has_autograd_grad.add(name)
 
     def on_ready(self, name: str) -> None:
         """Does nothing: nothing is sent before the end of backward."""
 
+    def on_joint(self, point: Point, delta: Tensor) -> Tensor:
+        """Returns this rank's own delta: shared parts are refused with `mesh=`."""
+        return delta
+
     def agreed(self) -> Sequence[Header]:
         """Returns the headers of all sites."""
-        if not self._begun:
+        if self._share is None:
             self._reduce(RankStatus.GOOD)
-            self._begin()
-        return super().agreed()
+        return self._begun.agreed()
+
+    def send(self) -> None:
+        """Pools, and starts the messages of this rank's share; `finish` receives their results."""
+        self._reduce(RankStatus.GOOD)
+        if self._worst == RankStatus.GOOD:
+            with ranks_named(self._spec.comm):
+                self._begun.send()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -170,65 +227,89 @@ class MeshStep(SharedStep):
 
     def clear(self) -> None:
         """Drops all gradients of a step that does not count."""
-        param_grad.drop(self.inside.params.values())
+        param_grad.drop(self._inside.params.values())
+
+    def stats(self, step: int) -> Stats:
+        """Returns the statistics of this rank's share.
+
+        Args:
+            step: number of synchronised steps so far, including this one.
+        """
+        return self._begun.stats(step)
+
+    def as_plan(self, headers: Sequence[Header], *, rests: bool) -> StepPlan | None:
+        """Returns None: every step pools anew before it sends."""
+        return None
+
+    def settle(self, decision: Decision) -> None:
+        """Ends this rank's share."""
+        self._begun.settle(decision)
+
+    def take(self, brought: StepResult) -> None:
+        """Applies the result of this rank's share from another site."""
+        self._begun.take(brought)
+
+    # -- the way through the step ---------------------------------------------------------------
+
+    @property
+    def _begun(self) -> SharedStep:
+        """Step of this rank's share, which begins here if it has not."""
+        if self._share is None:
+            assert self._between is not None
+            self._share = SharedStep(self._between)
+        return self._share
 
     def _go_through(self, fate: RankStatus, changed: str | None = None) -> Decision:
         """Goes through the whole step; errors name no sites, as the ranks of one are none."""
         try:
-            if self._own is None:
+            if self._between is None:
                 self._reduce(fate)
-            return self._conclude(self._ended(self._share(max(fate, self._worst), changed)))
+            return self._conclude(self._ended(self._exchange(max(fate, self._worst), changed)))
         except ExchangeError as error:
             told = ExchangeError(str(error), kind=error.kind)
             told.ranks, told.waited_s = error.ranks, error.waited_s
             raise told from error
-        finally:
-            if self._spread is None:  # no rank knows by itself whether the step counts
-                self.choice = self.decision = None
 
     def _reduce(self, fate: RankStatus) -> None:
         """Pools the gradients inside the site, at the ranks whose shares they are."""
         if fate == RankStatus.GOOD:
             try:
                 self._spec.refuse_leftover()
-                self.inside.prepare(self.captured)
+                self._inside.prepare(self.captured)
             except Exception as error:
                 fate, self._error = RankStatus.FAILED, error
-        with ranks_named(self.inside.local):
-            self._own, self._worst = self.inside.reduce(self._spec, self.captured, fate)
+        with ranks_named(self._inside.local):
+            self._between, self._worst = self._inside.reduce(self._spec, self.captured, fate)
+        self.captured.release()
 
-    def _begin(self) -> None:
-        assert self._own is not None
-        super().__init__(self._own)
-        self._begun = True
-
-    def _share(self, fate: RankStatus, changed: str | None) -> RankStatus:
-        """Goes through the step with this rank's counterparts at the other sites."""
+    def _exchange(self, fate: RankStatus, changed: str | None) -> RankStatus:
+        """Goes through the step of the share with this rank's counterparts at the other sites."""
         try:
             with ranks_named(self._spec.comm):
-                if not self._begun:
-                    self._begin()
                 if fate == RankStatus.GOOD:
-                    super().finish()
+                    self._begun.finish()
                 else:
-                    super().abandon(changed)
+                    self._begun.abandon(changed)
         except StepDiscardedError:
             fate = RankStatus.FAILED
         except ExchangeError as error:
             fate, self._error = RankStatus.LOST, error
         except Exception as error:
             fate, self._error = RankStatus.FAILED, error
-        return fate if self.applied or fate != RankStatus.GOOD else RankStatus.FAILED
+        counts = self._share is not None and self._share.applied
+        return fate if counts or fate != RankStatus.GOOD else RankStatus.FAILED
 
     def _ended(self, fate: RankStatus) -> RankReport:
+        """Returns the report on the share; its decision is about parameters of the share alone."""
+        share = self._share
+        decision = None if share is None else share.decision
         if fate == RankStatus.GOOD:
             return RankReport(fate, Verdict.GOOD, self._spec.comm.rank)
-        if self.decision is None or self.decision.good:
+        if share is None or decision is None or decision.good:
             return RankReport(fate, Verdict.FAILED, self._spec.comm.rank)
-        vote, own = self.decision.vote, self.subjects.names
-        names = self.all_subjects.names
-        param = NOTHING if vote.param == NOTHING else names.index(own[vote.param])
-        return RankReport(fate, self.decision.verdict, vote.rank, param)
+        vote, own = decision.vote, share.subjects.names
+        param = NOTHING if vote.param == NOTHING else self.subjects.names.index(own[vote.param])
+        return RankReport(fate, decision.verdict, vote.rank, param)
 
     def _lost_share(self, rank: int) -> ExchangeError:
         own = self._error
@@ -239,29 +320,23 @@ class MeshStep(SharedStep):
         error.ranks, error.waited_s = own.ranks, own.waited_s
         return error
 
-    @property
-    def all_subjects(self) -> Subjects:
-        """Parameters and buffers that the votes on all shares can be about."""
-        return Subjects(list(self._spec.model.params), self._spec.buffers.names)
-
     def _conclude(self, own: RankReport) -> Decision:
         """Spreads the means if all shares arrived; raises ExchangeError if a rank is lost."""
-        counts = len(self.all_subjects.names), self._spec.comm.world_size
-        with ranks_named(self.inside.local):
-            told = enumerate(self.inside.tell(own, self))
+        counts = len(self.subjects.names), self._spec.comm.world_size
+        with ranks_named(self._inside.local):
+            told = enumerate(self._inside.tell(own, self._share))
         endings = [RankReport.parse(words, rank, *counts) for rank, words in told]
         fates = [ending.fate for ending in endings]
         worst = max(fates)
-        self._shares.conclude(applied=worst == RankStatus.GOOD)
+        self._planner.conclude(applied=worst == RankStatus.GOOD)
         if worst == RankStatus.LOST:
             raise self._lost_share(fates.index(worst))
-        with ranks_named(self.inside.local):
-            spread = self._spread = (
-                self.inside.spread(self) if worst == RankStatus.GOOD else ScatterResult()
-            )
-        self.choice, self.context.used = spread.choice, spread.used
+        if worst == RankStatus.GOOD:
+            with ranks_named(self._inside.local):
+                self._spread = self._inside.spread(self._begun)
+        self.choice, self.context.used = self._spread.choice, self._spread.used
         said = max(endings, key=lambda ending: ending.verdict)  # the first of the worst
-        header, self.subjects = self._spec.header, self.all_subjects
+        header = self._spec.header
         vote = Vote(header.fingerprint, header.step, said.site, said.verdict, said.param)
         self.decision = Decision(said.verdict, vote)
         return self.decision

@@ -19,7 +19,7 @@ from outergrad.messages.header import Header, Join
 from outergrad.messages.layout import Layout
 from outergrad.messages.raw import as_tensor
 from outergrad.messages.wire import Piece, State
-from outergrad.session.mesh.mesh_step import MeshStep, ScatterResult
+from outergrad.session.mesh.mesh_step import ScatterResult
 from outergrad.session.mesh.pooling import Pooling, SharePlanner, message_bytes, pool
 from outergrad.session.mesh.rank_reports import (
     ENDING_WORDS,
@@ -34,6 +34,7 @@ from outergrad.step.buffer_message import BufferMessage
 from outergrad.step.buffers import SharedBuffers
 from outergrad.step.captured import Captured, CarriedOver
 from outergrad.step.spec import StepSpec
+from outergrad.step.step import SharedStep
 
 _MOST_TEXT = 1 << 24
 
@@ -138,12 +139,12 @@ class Pooled:
         self._buffers, self._site_buffers = buffers, buffers.pooled(message.values())
         return self._site_buffers
 
-    def tell(self, ending: RankReport, step: MeshStep) -> list[list[int]]:
+    def tell(self, ending: RankReport, step: SharedStep | None) -> list[list[int]]:
         """Exchanges the reports on all shares, with used parameters, taps and a text's length."""
-        planner, choice, share = self._planner, step.choice, self._planner.share
+        planner, share = self._planner, self._planner.share
         used, tap_next = [False] * len(share.params), (False,) * len(share.units)
-        if ending.fate == RankStatus.GOOD and choice is not None:
-            found = step.context.used | self._stays
+        if ending.fate == RankStatus.GOOD and step is not None and step.choice is not None:
+            choice, found = step.choice, step.context.used | self._stays
             used, tap_next = [name in found for name in share.params], choice.tap_next
             news = dict(zip(share.units, choice.reasons, strict=True))
             if not news.items() <= planner.known.items():
@@ -155,7 +156,7 @@ class Pooled:
         self._told = [words[ENDING_WORDS:] for words in said]
         return [words[:ENDING_WORDS] for words in said]
 
-    def spread(self, step: MeshStep) -> ScatterResult:
+    def spread(self, step: SharedStep) -> ScatterResult:
         """Sends this share's mean gradients to all ranks, and writes those of the other shares."""
         shares, known, used = self._planner.shares, self._planner.known, set[str]()
         tap_next: dict[Unit, bool] = {}

@@ -19,10 +19,11 @@ from outergrad.methods.assignment import is_local, is_policy
 from outergrad.methods.common import is_method
 from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.mesh.levels import Levels, Mesh
-from outergrad.session.mesh.mesh_step import MeshStep, ScatterResult
+from outergrad.session.mesh.mesh_step import ScatterResult
 from outergrad.session.mesh.rank_reports import RankReport, RankStatus
 from outergrad.step.captured import Captured
 from outergrad.step.spec import StepSpec
+from outergrad.step.step import SharedStep
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -166,12 +167,12 @@ class Sharded:
         header = replace(spec.header, used=tuple(name in used for name in spec.model.params))
         return replace(spec, header=header, used=set(used)), fate
 
-    def tell(self, ending: RankReport, step: MeshStep) -> list[list[int]]:
+    def tell(self, ending: RankReport, step: SharedStep | None) -> list[list[int]]:
         """Gives the gradients back to the model, and exchanges the reports on all shares."""
         self._shards.give_back()
         return words_of_all(self.local, ending.words())
 
-    def spread(self, step: MeshStep) -> ScatterResult:
+    def spread(self, step: SharedStep) -> ScatterResult:
         """Returns the result of this rank's shares; every rank has its mean gradients already."""
         assert step.choice is not None
         units, choice = self._model.units, step.choice

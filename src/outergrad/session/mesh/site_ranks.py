@@ -29,9 +29,9 @@ from outergrad.session.mesh.shards import Sharded, Shards
 from outergrad.session.model_guard import ModelGuard
 from outergrad.session.ranks import OneRank
 from outergrad.session.reporting import Reporter
+from outergrad.session.running_step import SyncedStep
 from outergrad.session.state import Owner, resumed
 from outergrad.step.spec import StepSpec
-from outergrad.step.step import SharedStep
 
 _STATE = "two levels"
 
@@ -47,8 +47,6 @@ class PooledRanks(OneRank):
         transform: changes the site's gradient before it is sent; None without one.
         always: as for `OneRank`.
     """
-
-    repeats = False  # a step of several ranks is more than its messages to other sites
 
     def __init__(
         self, levels: Levels, transform: GradientTransform | None, *, always: bool = False
@@ -84,7 +82,7 @@ class PooledRanks(OneRank):
     def _inside(self, planner: SharePlanner, model: Model) -> IntraSiteReducer:
         return Pooled(model, planner, self._levels.local, self._transform)
 
-    def note(self, step: SharedStep) -> None:
+    def note(self, step: SyncedStep) -> None:
         """Notes which ranks still had a batch."""
         if step.active_here:
             self._last_active = step.active_here[0]
