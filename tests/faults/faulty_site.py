@@ -435,7 +435,7 @@ class Site:
             return False
         injector.at("optimizer")
         optimizer.step()
-        return not self._outer or not self._sessions[turn]._outer.counter.any_made
+        return not self._outer or not self._sessions[turn]._updates.outer.counter.any_made
 
     def _state(self) -> dict[str, Any]:
         """Of all that must be the same on all sites: a digest, and a number that rounds little."""
@@ -447,7 +447,7 @@ class Site:
 
     def _shared(self) -> list[tuple[list[Tensor], torch.optim.Optimizer]]:
         if self._outer:
-            outer = [one._outer for one in self._sessions]
+            outer = [one._updates.outer for one in self._sessions]
             return [(list(one.start.values()), one.optimizer) for one in outer]
         pairs = zip(self._models, self._optimizers, strict=True)
         return [(list(model.parameters()), optimizer) for model, optimizer in pairs]

@@ -190,7 +190,7 @@ METHODS = {"dad": og.DAD(), "local steps": og.LocalSteps(1, method=og.Dense())}
 
 def weights(session, model):
     """The weights that all sites share, by name."""
-    outer = getattr(session, "_outer", None)
+    outer = getattr(session._updates, "outer", None)
     return dict(model.named_parameters()) if outer is None else outer.start
 
 

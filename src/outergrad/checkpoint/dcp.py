@@ -14,7 +14,6 @@ from outergrad.checkpoint.parts import Parts, Saveable, for_a_new_site, set_rand
 from outergrad.comm.agree import agree
 from outergrad.core.types import StateDict
 from outergrad.messages.raw import as_tensor
-from outergrad.session.local_steps import LocalStepsSession
 from outergrad.session.session import Session
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class DCPState:
         name: str = "session",
         **own: Saveable,
     ) -> None:
-        differs = session.own_names or isinstance(session, LocalStepsSession)
+        differs = session.own_names or session.has_own_weights
         if differs and "model" not in own:
             raise ValueError(
                 "DCPState: every site has a model of its own, and DCP would keep one of them: "

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -55,8 +55,8 @@ from outergrad.session.settings import Settings
 from outergrad.session.state import Progress, resumed, saved
 from outergrad.session.transform_checks import noted, units_shown
 from outergrad.session.uneven_loops import UnevenLoops
+from outergrad.session.updates import SharedGradients
 from outergrad.session.usual_method import usual_noted
-from outergrad.step.cadence import Share
 from outergrad.step.groups import end_unfinished, lost_sites_told
 from outergrad.step.joint import Point
 from outergrad.step.mishaps import Mishaps
@@ -74,17 +74,8 @@ class Session:
         fingerprint: what the sites have agreed on.
         settings: the user's.
         ranks: how the ranks of this site come together; None for a site of one rank.
+        updates: what the sites share; None for the gradients of every backward.
     """
-
-    _remedies: ClassVar = {
-        "raise": "call session.make_equal() on every site to take site 0's and go on, or pass "
-        "on_drift='mend' to og.distribute",
-        "warn": "call session.make_equal() on every site to take site 0's",
-        "mend": "all sites take site 0's",
-    }
-    """What a user can do where replicas differ, by `on_drift`."""
-    _follows_nodes = True
-    """True if autograd's nodes of the shared parameters are those of the user's backward passes."""
 
     def __init__(
         self,
@@ -93,7 +84,9 @@ class Session:
         fingerprint: int,
         settings: Settings,
         ranks: OneRank | None = None,
+        updates: SharedGradients | None = None,
     ) -> None:
+        self._updates = updates = SharedGradients() if updates is None else updates
         self._ranks = ranks = OneRank(comm) if ranks is None else ranks
         self._not_auto = settings.not_auto
         self._at = at = Membership(comm, fingerprint)
@@ -112,7 +105,7 @@ class Session:
         self._barrier = barrier = FinalBarrier(core, failure)
         seen, watch = SeenOptimizers(exchange.names), LoopWatch(exchange.names, self._steps)
         self._elastic = Elastic(self, core, failure, barrier, seen, settings.lines)
-        drift = (settings.verify_every, settings.on_drift, self._remedies[settings.on_drift])
+        drift = (settings.verify_every, settings.on_drift, updates.remedies[settings.on_drift])
         self._check = ReplicaCheck(core, failure, barrier, seen, *drift)
         self._loop = BackwardLoop(
             self,
@@ -121,14 +114,15 @@ class Session:
             self._elastic,
             Aftermath(core, failure, self._choosing),
             (HookRunner(core, self._hooks, watch.passing_over).run, self._check.follow),
-            self._next_share,
+            updates.next_share,
             self._forget_gradients,
-            self._settle_first,
-            follows_nodes=self._follows_nodes,
+            updates.settle_first,
+            follows_nodes=updates.follows_nodes,
         )
         norms = inspection.norms_over_sites
         self._uneven = UnevenLoops(core, failure, self._loop, watch, norms)
         ranks.attach(self._loop)
+        updates.attach(core, failure, self._elastic, self._loop)
         at.group.attached.add(self)
         at.note_end(counted=False)
 
@@ -181,17 +175,10 @@ class Session:
     def _hooks(self) -> Mapping[str, HeldHooks]:
         return self._ranks.hooks(self._loop.watched)
 
-    def _next_share(self) -> Share:
-        """Returns what the next step of the other sites is about."""
-        return self._exchange.whole
-
     def _forget_gradients(self) -> None:
         """Drops gradients that were not shared, as the loops of the others do."""
-        self._exchange.forget_gradients()
+        self._updates.forget_gradients()
         self._uneven.zero_grad()
-
-    def _settle_first(self) -> None:
-        """Finishes a step that has no backward, before one is abandoned whose backward raised."""
 
     # -- what users call ------------------------------------------------------------------------
 
@@ -201,7 +188,7 @@ class Session:
 
         The first backward outside shares all that has been accumulated, as with DDP. It travels as
         factors if the method would still send all their rows as factors, and if nothing else wrote
-        to `param.grad` since it was None.
+        to `param.grad` since it was None. With `og.LocalSteps` it is about the ranks of this site.
 
         Raises:
             RuntimeError: a transform needs the gradient of each sample, which a sum does not have.
@@ -211,7 +198,7 @@ class Session:
                 f"session.no_sync(): {self._exchange.transform!r} needs the gradient of each "
                 f"sample, which is not kept over several passes: share every backward, of one batch"
             )
-        with self._loop.unsynchronised():
+        with self._updates.no_sync(self._loop.unsynchronised()):
             yield
 
     def join(
@@ -240,9 +227,11 @@ class Session:
                 every site; only with `weighting="sites"`.
 
         Raises:
-            RuntimeError: this session or its model cannot be joined; or the sites lost each other.
+            RuntimeError: this session or its model cannot be joined, as with `og.LocalSteps`; or
+                the sites lost each other.
             StepDiscardedError: the loop of another site raised.
         """
+        self._updates.refuse_join()
         if not self._exchange.several:
             return nullcontext()
         return self._uneven.join(step, divides_by_all=divide_by_initial_world_size)
@@ -262,7 +251,8 @@ class Session:
             True if two sites differed.
 
         Raises:
-            RuntimeError: during backward, or the session is detached, or cannot do it.
+            RuntimeError: during backward, or the session is detached, or cannot do it, as with
+                `og.LocalSteps`.
             SiteLostError: another site does not arrive, or is gone.
         """
         self._refuse_make_equal()
@@ -274,31 +264,43 @@ class Session:
 
     def _refuse_make_equal(self) -> None:
         self._ranks.refuse_make_equal()
+        self._updates.refuse_make_equal()
         if not self._at.attached or current_task() != NO_TASK:
             raise RuntimeError(
                 "session.make_equal(): call it on an attached session, and not during backward"
             )
 
     def flush(self) -> None:
-        """Shares what the last steps of `og.LocalSteps` have changed.
+        """Shares what the last steps of `og.LocalSteps` have changed: at the end of training.
 
-        With methods that share gradients nothing is left to share, and it only checks that all
-        sites have applied the same in the last step.
+        Call it on every site, after the same number of steps. Then all have the same weights. With
+        methods that share gradients nothing is left to share, and it only checks that all sites
+        have applied the same in the last step.
 
         Raises:
             SiteLostError: another site is lost.
             DriftError: sites have applied different things in the last step.
+            RuntimeError: with `og.LocalSteps`, the weights have changed and no step was counted.
         """
         if self._at.attached:
+            self._updates.flush()
             self._elastic.require_group()
             self._barrier.settle()
 
     def stepped(self) -> bool:
-        """Counts, with `og.LocalSteps`, a step of this site that it could not see.
+        """Counts, with `og.LocalSteps`, a step that no `torch.optim` optimizer of the model made.
 
-        With methods that share gradients it does nothing, and returns False.
+        For updates written by hand, optimizers that are no `torch.optim.Optimizer`, and weights
+        that are copied from others: float32 masters, one flat tensor. Call it on every site after
+        each such update, or in place of a step that this site skips. Do not call it beside a step
+        of a `torch.optim` optimizer, which is counted by itself. With methods that share gradients
+        it does nothing.
+
+        Returns:
+            True if an exchange has just changed the weights. Where they are copies, copy them back
+            to their masters then, and after `flush()`; else the next update undoes the exchange.
         """
-        return False
+        return self._at.attached and self._updates.stepped()
 
     def samples(self, n: int) -> None:
         """Sets the number of samples of the next backward, with `weighting="samples"`.
@@ -328,7 +330,8 @@ class Session:
         lines = exchange.cadence.noted(coverage(params, exchange.local, *told, *seen))
         if self._choosing is not None:
             lines = trials_noted(lines, model.units, self._choosing.chooser)
-        return self._ranks.explained(usual_noted(noted(lines, exchange.transform), self._not_auto))
+        lines = usual_noted(noted(lines, exchange.transform), self._not_auto)
+        return self._updates.explained(self._ranks.explained(lines))
 
     def choice(self) -> dict[str, Method]:
         """Returns the method that `og.Auto()` has chosen so far per parameter, by its full name.
@@ -373,6 +376,10 @@ class Session:
         `torch.load(weights_only=True)` reads it. A step whose backward raised is first ended with
         the other sites.
 
+        With `og.LocalSteps` it has the weights of the last exchange and the outer optimizer, too,
+        and may be saved between two exchanges, beside each site's own model and optimizer. An
+        exchange under way is waited for, and applied when it would have been.
+
         Raises:
             RuntimeError: this site lost the others in the middle of a step.
             DriftError: sites have applied different things in the last step.
@@ -386,7 +393,7 @@ class Session:
         progress = Progress(step, tap_next, has_grad)
         state = saved(exchange.owner, progress, exchange.compressors.states())
         more = {"cadence": exchange.cadence.state(), "samples": exchange.weighting.state()}
-        return {**state, **more, **self._ranks.state()}
+        return {**state, **more, **self._ranks.state(), **self._updates.state()}
 
     def load_state_dict(self, state: StateDict | Sequence[StateDict]) -> None:
         """Goes on from saved states. Call it on every site: they check the states together.
@@ -394,6 +401,10 @@ class Session:
         With the same number of sites training goes on to the bit as without an interruption. With
         another number, what the sites have not sent yet is divided among them, so that nothing is
         lost. Load the model after `distribute`, which makes its buffers equal to rank 0's.
+
+        With `og.LocalSteps` each site's current weights are not in the states: load these with the
+        model. With fewer sites than before, what the missing ones have changed since the last
+        exchange is lost: for another number of sites save after `flush()`.
 
         Args:
             state: what this site's `state_dict()` returned, or a list of what it returned on all
@@ -423,11 +434,17 @@ class Session:
         if self._choosing is not None:
             self._choosing.restart()
         self._reporter.resumed()
+        self._updates.load(own)
 
     @property
     def own_names(self) -> frozenset[str]:
         """Names of the parameters and buffers that each site keeps to itself (`og.Local`)."""
         return self._exchange.local_buffers.union(self._exchange.local)
+
+    @property
+    def has_own_weights(self) -> bool:
+        """True if each site has weights of its own between two exchanges, by `og.LocalSteps`."""
+        return self._updates.are_own
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -435,14 +452,23 @@ class Session:
         """Ends the session: the model is plain again and keeps its parameters and gradients.
 
         Call it on every site. A step whose backward raised is first ended with the other sites.
-        Warns if another site is lost before the sites have compared their last steps.
+        Warns if another site is lost before the sites have compared their last steps. With
+        `og.LocalSteps` each site keeps the weights that it has: call `flush()` before to make them
+        equal. An exchange under way is waited for, and not applied.
 
         Raises:
             DriftError: sites have applied different things in the last step.
         """
-        at, exchange = self._at, self._exchange
-        if not at.attached:
+        if not self._at.attached:
             return
+        try:
+            self._updates.detach()
+        finally:
+            self._detach()
+        self._updates.end()
+
+    def _detach(self) -> None:
+        at, exchange = self._at, self._exchange
         at.detach()
         self._ranks.detach()
         self._check.detach()

@@ -18,6 +18,7 @@ from outergrad.session.fragments import streamed
 from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings
+from outergrad.session.updates import SharedChanges
 from outergrad.step.buffers import Kind
 
 
@@ -64,9 +65,8 @@ class Topology:
     ) -> Session:
         """Returns the session of this rank, whose layers are not tapped yet."""
         if isinstance(method, LocalSteps):
-            from outergrad.session.local_steps import LocalStepsSession
-
-            return LocalStepsSession(inspection, self.site, agreed, settings, method)
+            changes = SharedChanges(inspection, method)
+            return Session(changes.inspection, self.site, agreed, settings, updates=changes)
         return Session(inspection, self.site, agreed, settings)
 
 

@@ -229,7 +229,7 @@ def test_local_steps_are_verified_at_their_exchanges(on_drift):
                 found.append((number, error.sites))
             if number == 5 and rank == 1:
                 with torch.no_grad():
-                    session._outer.start[NAME].view(-1)[0] += 1e-6
+                    session._updates.outer.start[NAME].view(-1)[0] += 1e-6
         with pytest.raises(RuntimeError, match="weights of its own between two exchanges"):
             session.make_equal()
         session.detach()

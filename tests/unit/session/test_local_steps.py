@@ -330,7 +330,7 @@ def test_other_models_do_not_count():
     def body(rank, group):
         site, other = Site(og.LocalSteps(2), rank, group), model()
         train(other, [INNER["sgd"](other.parameters())], rank, range(5))
-        assert not site.session._outer.counter.any_made
+        assert not site.session._updates.outer.counter.any_made
         site.session.detach()
 
     run_on_lasting_groups(2, body)

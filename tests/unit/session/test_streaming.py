@@ -270,7 +270,7 @@ def test_a_site_that_owes_nothing_flushes_with_the_others():
         method = og.LocalSteps(2, outer=plain, method=low, error_reset=True)
         site = Site(method, rank, group)
         if rank == 1:
-            site.session._outer._owed = dict
+            site.session._updates.outer._owed = dict
         site.steps(0, 4).session.flush()
         site.session.detach()
         return site.weights(), site.session.stats().step
@@ -539,7 +539,7 @@ def test_coverage_and_recorders_tell_of_fragments():
 def test_layers_that_are_alike_are_dealt_out_in_turns():
     def body(rank, group):
         session = og.distribute(mlp(*[8] * 7), og.LocalSteps(3, stream=3), group=group)
-        found = [fragment.names for fragment in session._fragments._all]
+        found = [fragment.names for fragment in session._updates.fragments._all]
         session.detach()
         return found
 

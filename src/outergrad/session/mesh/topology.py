@@ -18,7 +18,6 @@ from outergrad.session.capable import refuse_lacking
 from outergrad.session.description import shared_tensors
 from outergrad.session.fragments import streamed
 from outergrad.session.inspect import Inspection, inspect
-from outergrad.session.local_steps import LocalStepsSession
 from outergrad.session.mesh.levels import Levels, Mesh
 from outergrad.session.mesh.ranks import ranks_named
 from outergrad.session.mesh.refusals import of_inspection, of_method, of_settings, refuse
@@ -32,6 +31,7 @@ from outergrad.session.mesh.site_ranks import PooledRanks, ShardedRanks
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings
 from outergrad.session.topology import Topology
+from outergrad.session.updates import SharedChanges
 from outergrad.step.buffers import Kind
 
 
@@ -110,13 +110,13 @@ class MeshTopology(Topology):
             ranks = ShardedRanks(levels, transform, self._shards, inspection)
         else:
             ranks = PooledRanks(levels, transform)
-        own = (inspection, levels.site, agreed, settings)
         if self._inside is None:
-            return Session(*own, ranks)
+            return Session(inspection, levels.site, agreed, settings, ranks)
         about = Settings(method=repr(Dense()))
         number = fingerprint([f"{agreed}, inside site {levels.site.rank}"])
         inner = Session(self._inside, levels.local, number, about)
-        return LocalStepsSession(*own, method, ranks, inner)
+        changes = SharedChanges(inspection, method, inner)
+        return Session(changes.inspection, levels.site, agreed, settings, ranks, changes)
 
 
 def averaged_inside(model: nn.Module, inspection: Inspection) -> Inspection:

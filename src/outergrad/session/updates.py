@@ -1,0 +1,308 @@
+"""Updates that a session shares: gradients of every backward, or changes of the weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from outergrad.capture.claims import Claim
+from outergrad.capture.optimizer_steps import SAID, ignore, listen
+from outergrad.capture.uncounted import UncountedUpdates, told
+from outergrad.core.errors import DriftError
+from outergrad.core.types import StateDict
+from outergrad.methods.local_steps import LocalSteps
+from outergrad.record.coverage import Coverage, Travel
+from outergrad.session.core import Core
+from outergrad.session.elastic import Elastic
+from outergrad.session.failure import FailureHandler
+from outergrad.session.fragments import Fragments
+from outergrad.session.inspect import Inspection
+from outergrad.session.loop import BackwardLoop
+from outergrad.session.outer_steps import OuterSteps
+from outergrad.step.cadence import Share
+
+if TYPE_CHECKING:
+    from outergrad.session.session import Session
+
+_MEND = "pass on_drift='mend' to og.distribute"
+
+
+class SharedGradients:
+    """Gradients of every backward are shared; `SharedChanges` is for `og.LocalSteps`.
+
+    Attributes:
+        remedies: what a user can do where replicas differ, by `on_drift`.
+        follows_nodes: True if autograd's nodes of the shared parameters are those of the user's
+            backward passes.
+        are_own: True if each site has weights of its own between two exchanges.
+    """
+
+    remedies: ClassVar = {
+        "raise": f"call session.make_equal() on every site to take site 0's and go on, or {_MEND}",
+        "warn": "call session.make_equal() on every site to take site 0's",
+        "mend": "all sites take site 0's",
+    }
+    follows_nodes, are_own = True, False
+
+    def attach(
+        self, core: Core, failure: FailureHandler, elastic: Elastic, loop: BackwardLoop
+    ) -> None:
+        """Attaches to the parts of a session."""
+        self._exchange = core.exchange
+
+    def next_share(self) -> Share:
+        """Returns what the next step of the other sites is about."""
+        return self._exchange.whole
+
+    def forget_gradients(self) -> None:
+        """Drops gradients that were not shared, as the loops of the others do."""
+        self._exchange.forget_gradients()
+
+    def settle_first(self) -> None:
+        """Finishes a step that has no backward, before one is abandoned whose backward raised."""
+
+    def no_sync(self, shared: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        """Returns the context of `session.no_sync()`.
+
+        Args:
+            shared: leaves the gradients of this session's backward passes unshared.
+        """
+        return shared
+
+    def flush(self) -> None:
+        """Shares what is left to share."""
+
+    def stepped(self) -> bool:
+        """Counts a step that no optimizer of the model made; True if weights have changed."""
+        return False
+
+    def refuse_join(self) -> None:
+        """Raises RuntimeError if loops cannot be joined."""
+
+    def refuse_make_equal(self) -> None:
+        """Raises RuntimeError if replicas are not to be equal now."""
+
+    def explained(self, lines: Coverage) -> Coverage:
+        """Adds to a coverage when what is shared."""
+        return lines
+
+    def state(self) -> StateDict:
+        """Returns what a saved state says of updates under way."""
+        return {}
+
+    def load(self, state: StateDict) -> None:
+        """Goes on from a saved state of this site."""
+
+    def detach(self) -> None:
+        """Lets go of the model."""
+
+    def end(self) -> None:
+        """Raises DriftError if that ended an exchange under way."""
+
+
+class SharedChanges(SharedGradients):
+    """Changes of the weights are shared after steps of the user's optimizers: `og.LocalSteps`.
+
+    The user's backward passes share nothing.
+
+    Args:
+        inspection: of the model.
+        method: says after how many steps the sites exchange.
+        inner: averages the gradients of a site's ranks in every backward; None for one rank.
+
+    Attributes:
+        inspection: as the argument, with the weights of the last exchange as its parameters.
+        fragments: parts of the weights that take turns.
+        outer: exchanges the changes.
+    """
+
+    remedies: ClassVar = {
+        "raise": _MEND,
+        "warn": _MEND,
+        "mend": SharedGradients.remedies["mend"],
+    }  # `make_equal()` is refused here
+    follows_nodes, are_own = False, True  # backward passes are the user's own
+
+    def __init__(
+        self, inspection: Inspection, method: LocalSteps, inner: Session | None = None
+    ) -> None:
+        self._trained, self._method, self._inner = dict(inspection.model.params), method, inner
+        start = {n: nn.Parameter(p.detach().clone()) for n, p in self._trained.items()}
+        self.inspection = replace(inspection, model=replace(inspection.model, params=start))
+        self.fragments = Fragments(inspection.compressors.parts or [frozenset(start)])
+        self._begun = False
+
+    def attach(
+        self, core: Core, failure: FailureHandler, elastic: Elastic, loop: BackwardLoop
+    ) -> None:
+        """Attaches to the parts of a session, and to the user's optimizers."""
+        super().attach(core, failure, elastic, loop)
+        self._at, start = core.at, self.inspection.model.params
+        about = (self._trained, start, self._method, self.fragments)
+        self.outer = OuterSteps(*about, core, failure, elastic, loop)
+        self._claims = [Claim(p, self) for p in self._trained.values()]
+        told_of = (self._first_pass, self._refuse_uncounted)
+        self._uncounted = UncountedUpdates(self._trained, self._method.k, *told_of)
+        listen(self)
+
+    def next_share(self) -> Share:
+        """Returns what the next exchange is about."""
+        return self.outer.next_share()
+
+    def forget_gradients(self) -> None:
+        """Keeps all: no backward leaves gradients in the shared weights."""
+
+    def settle_first(self) -> None:
+        """Finishes the exchange under way, before anything else is exchanged."""
+        self.outer.receive()
+
+    # -- what users call ------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self, shared: AbstractContextManager[None]) -> Iterator[None]:
+        """Leaves gradients unshared among the ranks of this site."""
+        with shared if self._inner is None else self._inner.no_sync():
+            yield
+
+    def flush(self) -> None:
+        """Shares the changes since the last exchange, if there are any.
+
+        Raises:
+            RuntimeError: this site lost the others, or the weights have changed and no step was
+                counted.
+        """
+        if not self._begun and (name := self._uncounted.since(self.outer.start)) is not None:
+            self._refuse_uncounted(name, told(self._uncounted.passes))
+        self.outer.flush()
+        self._uncounted.restart()
+
+    def stepped(self) -> bool:
+        """Counts a step that no optimizer of the model made; True if weights have changed."""
+        if not self._begun:
+            self.outer.refuse_converted()
+            self._begun = True
+        return self._count(SAID)
+
+    def refuse_join(self) -> None:
+        """Raises: an exchange follows k steps of each site, and one that has run out makes none.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "session.join(): LocalSteps goes by the steps of each site's own optimizer, and a site "
+            "that has run out makes none: let every site make the same number of steps, as by "
+            "starting a shorter loader again"
+        )
+
+    def refuse_make_equal(self) -> None:
+        """Raises: sites differ between two exchanges.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "session.make_equal(): with LocalSteps every site has weights of its own between two "
+            "exchanges: pass og.distribute(..., verify_every=n, on_drift='mend'), which makes "
+            "equal what they have in common"
+        )
+
+    def explained(self, lines: Coverage) -> Coverage:
+        """Says of each parameter that its change travels, and how often."""
+        return Coverage(tuple(map(self._explained, lines)))
+
+    def _explained(self, line: Travel) -> Travel:
+        if line.parameter not in self._trained:
+            return line
+        why, reveals = (text.replace("gradient", "change") for text in (line.why, line.reveals))
+        k = self._method.k
+        often = "every step" if k == 1 else f"every {k} steps"
+        often += self.fragments.told(line.parameter)
+        return replace(line, why=f"change of the weights, {often}; {why}", reveals=reveals)
+
+    def state(self) -> StateDict:
+        """Returns the weights of the last exchange, the outer optimizer, and what is under way."""
+        outer = self.outer
+        outer.apply_failed()
+        local_steps = {
+            "start": {name: p.detach().clone() for name, p in outer.start.items()},
+            "outer": copy.deepcopy(outer.optimizer.state_dict()),
+            "made": dict(outer.counter.made),
+            "turns": outer.state(),
+        }
+        return {"local_steps": local_steps}
+
+    def load(self, state: StateDict) -> None:
+        """Goes on from a saved state of this site, without its current weights."""
+        found, outer = state["local_steps"], self.outer
+        with torch.no_grad():
+            for name, p in outer.start.items():
+                p.copy_(found["start"][name])
+        outer.optimizer.load_state_dict(copy.deepcopy(found["outer"]))
+        outer.counter.resume(found["made"])
+        self._begun = True
+        self._uncounted.restart()
+        outer.load(found.get("turns"))
+
+    def detach(self) -> None:
+        """Lets go of the model and of the user's optimizers."""
+        try:
+            if self._inner is not None:
+                self._inner.detach()
+        finally:
+            ignore(self)
+            self._uncounted.remove()
+            for claim in self._claims:
+                claim.remove()
+
+    def end(self) -> None:
+        """Raises DriftError if that ended an exchange under way, which is not applied."""
+        failed = self.outer.end()
+        if isinstance(failed, DriftError):
+            raise failed
+
+    # -- what optimizers call -------------------------------------------------------------------
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Takes the weights of now as shared before the first step: they may have been loaded."""
+        if self._begun or self.outer.counter.holder(optimizer) is None:
+            return
+        self._begun = True
+        self.outer.refuse_converted()
+        self.outer.start_here()
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Counts a local step, after which an exchange may begin or be applied."""
+        holder = self.outer.counter.holder(optimizer)
+        if holder is not None:
+            self._count(holder)
+
+    def skipped_step(self, optimizer: Optimizer) -> None:
+        """Counts a step that a `GradScaler` skipped here: the others' exchanges must not wait."""
+        self.before_step(optimizer)
+        self.after_step(optimizer)
+
+    def _count(self, holder: str) -> bool:
+        """Counts a step; returns whether an exchange was applied after it."""
+        self._uncounted.restart()
+        applied = self.outer.stepped(holder)
+        if applied and SAID not in self.outer.counter.made:
+            self._uncounted.exchanged(self.outer.counter.unheld)
+        return applied
+
+    # -- steps that nobody counted --------------------------------------------------------------
+
+    def _first_pass(self) -> None:
+        """Copies the weights before a first backward, in case `stepped()` counts its step."""
+        if not self._begun:
+            self.outer.start_here()
+
+    def _refuse_uncounted(self, name: str, why: str) -> None:
+        raise RuntimeError(f"LocalSteps: site {self._at.comm.rank} {why.format(name=repr(name))}")
