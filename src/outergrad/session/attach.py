@@ -188,6 +188,7 @@ def distribute(
             max_bad_steps=max_bad_steps,
             buffers=buffers,
             verify_every=verify_every,
+            on_drift=on_drift,
             transform=transform,
         )
         check_settings(inspection.every, weighting, buffers, verify_every, on_drift)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from outergrad.comm.words import words_of_all
 from outergrad.core.errors import ExchangeError
-from outergrad.core.transport import Comm
 from outergrad.messages.checksum import checksum, combined
 from outergrad.messages.raw import resolved
 
 OnDrift = Literal["raise", "warn", "mend"]
 ON_DRIFT: tuple[OnDrift, ...] = ("raise", "warn", "mend")
-_LANE = 3
+LANE = 3
 """Lane of the transport, apart from the messages of steps, as votes are."""
+WordsOfAll = Callable[[Sequence[int]], list[list[int]]]
+"""Gathers a few integers from every site, in their order."""
 
 
 @dataclass(frozen=True)
@@ -26,49 +26,65 @@ class Drift:
     """Difference between replicas.
 
     Attributes:
-        sites: ranks of the sites whose replica is not that of site 0.
+        sites: ranks of the sites whose replica is not that of the first one.
         names: names of the parameters and buffers that differ between some sites.
         compared: number of parameters and buffers that were compared.
+        first: the site that the first of `sites` was compared with.
+        noun: "site", or "rank" where sites have several.
     """
 
     sites: tuple[int, ...]
     names: tuple[str, ...]
     compared: int
+    first: int = 0
+    noun: str = "site"
 
     def told(self, step: int, remedy: str) -> str:
         """Describes the difference, in words that are the same on every site."""
         several = len(self.sites) > 1
-        who = f"site{'s' * several} {', '.join(map(str, self.sites))} ha{'ve' if several else 's'}"
+        noun, sites = self.noun, ", ".join(map(str, self.sites))
+        who = f"{noun}{'s' * several} {sites} ha{'ve' if several else 's'}"
+        than = f"{noun} {self.first}"
         return (
-            f"the replicas differ after step {step}: {who} another {self.names[0]!r} than site 0; "
+            f"the replicas differ after step {step}: {who} another {self.names[0]!r} than {than}; "
             f"{len(self.names)} of {self.compared} parameters and buffers differ; {remedy}"
         )
 
 
-def compared(comm: Comm, tensors: Mapping[str, Tensor | None]) -> Drift | None:
+def compared(
+    words_of_all: WordsOfAll,
+    tensors: Mapping[str, Tensor | None],
+    groups: Sequence[Sequence[int]],
+    noun: str = "site",
+) -> Drift | None:
     """Compares tensors over the sites, bit by bit; None if they are equal everywhere.
 
     Every site sends 8 bytes to every other; where these differ, 8 more for each tensor.
 
     Args:
-        comm: the transport.
+        words_of_all: gathers integers from all sites.
         tensors: by name, in an order that is the same on all sites; None for one that is missing.
+        groups: sites whose tensors should be equal among themselves.
+        noun: as in `Drift`.
 
     Raises:
         ExchangeError: what a site sent contradicts itself.
     """
     sums = checksums(list(tensors.values()))
-    whole = words_of_all(comm, [combined(sums)], _LANE)
-    if all(word == whole[0] for word in whole):
+    whole = words_of_all([combined(sums)])
+    if all(whole[site] == whole[group[0]] for group in groups for site in group):
         return None
-    sums_S = words_of_all(comm, sums, _LANE)
+    sums_S = words_of_all(sums)
     liar = next((r for r, own in enumerate(sums_S) if [combined(own)] != whole[r]), None)
     if liar is not None:
-        raise ExchangeError(f"the checksums of site {liar} contradict each other")
-    columns = zip(tensors, *sums_S, strict=True)
-    names = tuple(name for name, *column in columns if len({*column}) > 1)
-    sites = tuple(rank for rank, own in enumerate(sums_S) if own != sums_S[0])
-    return Drift(sites, names, len(sums))
+        raise ExchangeError(f"the checksums of {noun} {liar} contradict each other")
+    firsts = {site: group[0] for group in groups for site in group}
+    sites = tuple(site for site in sorted(firsts) if sums_S[site] != sums_S[firsts[site]])
+    pairs = [(sums_S[site], sums_S[firsts[site]]) for site in sites]
+    names = tuple(
+        name for k, name in enumerate(tensors) if any(own[k] != first[k] for own, first in pairs)
+    )
+    return Drift(sites, names, len(sums), firsts[sites[0]], noun)
 
 
 @torch.no_grad()

@@ -292,10 +292,14 @@ class Exchange:
     # -- the replica ----------------------------------------------------------------------------
 
     @property
+    def replicated(self) -> dict[str, nn.Parameter]:
+        """Trained parameters that are equal on all sites; with a mesh those of a site go along."""
+        return {name: p for name, p in self.model.params.items() if name not in self.local}
+
+    @property
     def names(self) -> Mapping[int, str]:
         """Names of the shared parameters, by identity."""
-        shared: dict[str, nn.Parameter] = {**self.model.params, **self.frozen}
-        return {id(p): name for name, p in shared.items()}
+        return {id(p): name for name, p in {**self.replicated, **self.frozen}.items()}
 
     @property
     def frozen_with_elements(self) -> dict[str, nn.Parameter]:
@@ -312,7 +316,7 @@ class Exchange:
             optimizers: whose states to compare, by the first parameter that they hold.
             remedy: what the user can do about an optimizer that another site has not seen.
         """
-        parameters = [*self.model.params.values(), *self.frozen_with_elements.values()]
+        parameters = [*self.replicated.values(), *self.frozen_with_elements.values()]
         return ReplicaState(parameters, buffers, optimizers, self.names, remedy)
 
     def remember_debts(self) -> None:

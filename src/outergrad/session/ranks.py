@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 from outergrad.capture.changes import ModelWatch
 from outergrad.capture.claims import HeldHooks
 from outergrad.capture.parameters import WatchedParameter
+from outergrad.comm.words import words_of_all
 from outergrad.core.transport import Comm
 from outergrad.core.types import StateDict
 from outergrad.planning.plan import Planner
 from outergrad.record.coverage import Coverage
+from outergrad.session.drift import LANE, Drift, compared
 from outergrad.session.inspect import Inspection
 from outergrad.session.made_equal import ReplicaState
 from outergrad.session.model_guard import ModelGuard
@@ -121,5 +124,18 @@ class OneRank:
     def make_equal(self, replica: ReplicaState) -> None:
         """Makes the replicas inside the site equal, after a joined loop."""
 
+    def compared(self, tensors: Mapping[str, Tensor | None]) -> Drift | None:
+        """Compares tensors that should be equal everywhere; None if they are.
+
+        Args:
+            tensors: by name, in an order that is the same on all sites; None for a missing one.
+        """
+        gather = partial(words_of_all, self._comm, lane=LANE)
+        return compared(gather, tensors, [range(self._comm.world_size)])
+
+    def make_all_equal(self, replica: ReplicaState) -> bool:
+        """Makes every replica that of site 0; returns whether two differed."""
+        return replica.make_equal(self._comm, 0)
+
     def refuse_make_equal(self) -> None:
-        """Raises RuntimeError if `session.make_equal()` cannot compare what the ranks hold."""
+        """Raises RuntimeError if `session.make_equal()` cannot make equal what the ranks hold."""

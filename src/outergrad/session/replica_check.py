@@ -13,7 +13,7 @@ from outergrad.capture.optimizer_steps import SeenOptimizers, ignore, listen
 from outergrad.core.errors import DriftError
 from outergrad.session.after_step import StepOutcome
 from outergrad.session.core import Core
-from outergrad.session.drift import Drift, OnDrift, compared
+from outergrad.session.drift import Drift, OnDrift
 from outergrad.session.failure import FailureHandler
 from outergrad.session.final_barrier import FinalBarrier
 from outergrad.session.made_equal import ReplicaState
@@ -44,6 +44,7 @@ class ReplicaCheck:
         remedy: str,
     ) -> None:
         self._exchange, self._at, self._mishaps = core.exchange, core.at, core.mishaps
+        self._ranks = core.ranks
         self._failure, self._barrier, self._seen = failure, barrier, seen
         self._every, self._on_drift, self._remedy = every, on_drift, remedy
         self._unverified = 0
@@ -82,7 +83,7 @@ class ReplicaCheck:
         given = {self._seen.holder(one): one for one in optimizers}
         known = {**self._seen.present, **{n: one for n, one in given.items() if n is not None}}
         with lost_sites_told(self._at.comm, "session.make_equal on all sites", self._at.stats.step):
-            return self._whole_replica(known).make_equal(self._at.comm, 0)
+            return self._ranks.make_all_equal(self._whole_replica(known))
 
     def move(self) -> None:
         """Starts counting anew on another transport: not all sites may have counted the last."""
@@ -95,12 +96,12 @@ class ReplicaCheck:
     def _verify(self) -> None:
         exchange = self._exchange
         tensors: dict[str, Tensor | None] = {
-            **exchange.model.params,
+            **exchange.replicated,
             **exchange.frozen_with_elements,
             **exchange.buffers.by_name,
         }
         with self._failure.guard_between("the other sites' checksums"):
-            drift = compared(self._at.comm, tensors)
+            drift = self._ranks.compared(tensors)
             if drift is not None:
                 self._tell_of_drift(drift)
 
@@ -111,7 +112,7 @@ class ReplicaCheck:
         if self._on_drift == "raise":
             raise DriftError(told, drift.sites, step, first)
         if self._on_drift == "mend":
-            self._whole_replica(self._seen.present).make_equal(self._at.comm, 0)
+            self._ranks.make_all_equal(self._whole_replica(self._seen.present))
         warnings.warn(told, RuntimeWarning, stacklevel=2)
 
     def _whole_replica(self, optimizers: dict[str, Optimizer]) -> ReplicaState:
@@ -122,5 +123,5 @@ class ReplicaCheck:
     def _shared_gradients(self) -> list[Tensor]:
         """Returns gradients of the last step: blocks depend on each site's own weights."""
         shared = set(self._shared) - self._exchange.unshared
-        pairs = self._exchange.model.params.items()
+        pairs = self._exchange.replicated.items()
         return [p.grad for name, p in pairs if name in shared and p.grad is not None]

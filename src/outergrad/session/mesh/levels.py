@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outergrad.comm.agree import agree, broadcast_all
+from outergrad.comm.words import words_of_all
 from outergrad.core.transport import Comm
 from outergrad.session.mesh.ranks import Meeting, Ranks, ranks_named
 
@@ -73,6 +74,14 @@ class Levels:
         except Exception as raised:  # goes on nonetheless: the counterparts wait for this rank
             error = error or raised
         return agree(self.site, lines, error)
+
+    def words_of_all(self, words: Sequence[int], lane: int = 0) -> list[list[int]]:
+        """Gathers as many int64 words from every rank as from this one, by their numbers."""
+        with ranks_named(self.local):
+            inside = words_of_all(self.local, words, lane)
+        sites = words_of_all(self.site, [word for own in inside for word in own], lane)
+        n = len(words)
+        return [all_R[k : k + n] for all_R in sites for k in range(0, len(all_R), n)]
 
     def broadcast_all(self, tensors: Sequence[Tensor]) -> None:
         """Broadcasts tensors from the first rank to all; between sites each travels once."""

@@ -32,11 +32,6 @@ def of_method(method: Any, *, sharded: bool) -> Iterator[str]:
             f"og.LocalSteps of {_SHARDED}: how whole weights have changed, no rank knows; use "
             f"og.RankDAD(...), og.PowerSGD(...), og.Sparse(...) or og.Dense()"
         )
-    if isinstance(method, LocalSteps) and method.overlap:
-        yield (
-            f"og.LocalSteps(overlap={method.overlap}): the ranks of a site wait for each other in "
-            f"an exchange; use overlap=0"
-        )
     if isinstance(method, LocalSteps) and method.error_reset:
         yield (
             "og.LocalSteps(error_reset=True): each rank of a site knows what its own share of the "
@@ -68,7 +63,6 @@ def of_inspection(inspection: Inspection, *, sharded: bool, steps: bool) -> Iter
 def of_settings(settings: Mapping[str, Any], *, sharded: bool, steps: bool) -> Iterator[str]:
     """Yields problems of settings that need sites of one rank, whole models, or gradients."""
     weighting, buffers = settings["weighting"], settings["buffers"]
-    verify_every = settings["verify_every"]
     if steps and weighting != "sites":
         yield (
             f"weighting={weighting!r} and og.LocalSteps: the ranks of a site count alike in the "
@@ -86,10 +80,10 @@ def of_settings(settings: Mapping[str, Any], *, sharded: bool, steps: bool) -> I
             f"running statistics before a test"
         )
     yield from _of_transform(settings["transform"], sharded=sharded)
-    if verify_every is not None:
+    if sharded and settings["verify_every"] is not None and settings["on_drift"] == "mend":
         yield (
-            f"verify_every={verify_every}: what the ranks of a site hold is not compared; leave it "
-            f"out"
+            f"on_drift='mend' of {_SHARDED}: states of its optimizers are DTensors of FSDP2, which "
+            f"are not compared; use on_drift='raise'"
         )
 
 

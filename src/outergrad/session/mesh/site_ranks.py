@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from outergrad.capture.changes import Change, ModelWatch
@@ -17,6 +17,7 @@ from outergrad.core.transform import GradientTransform
 from outergrad.core.types import StateDict
 from outergrad.planning.plan import Planner
 from outergrad.record.coverage import Coverage, Travel
+from outergrad.session.drift import LANE, Drift, compared
 from outergrad.session.inspect import Inspection
 from outergrad.session.loop import BackwardLoop
 from outergrad.session.made_equal import ReplicaState
@@ -151,16 +152,22 @@ class PooledRanks(OneRank):
         with ranks_named(self._levels.local):
             replica.make_equal(self._levels.local, self._last_active)
 
-    def refuse_make_equal(self) -> None:
-        """Refuses `session.make_equal()`.
+    def compared(self, tensors: Mapping[str, Tensor | None]) -> Drift | None:
+        """Compares tensors over all ranks of all sites; None if they are equal."""
+        levels = self._levels
+        return compared(partial(levels.words_of_all, lane=LANE), tensors, self._alike, "rank")
 
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(
-            "session.make_equal() with mesh=: what the ranks of a site hold is not compared; "
-            "distribute the model again, which makes all equal to the first rank's"
-        )
+    @property
+    def _alike(self) -> Sequence[Sequence[int]]:
+        """Ranks of all sites whose tensors should be equal, in groups."""
+        return [range(self.count)]
+
+    def make_all_equal(self, replica: ReplicaState) -> bool:
+        """Makes every replica that of the first rank; returns whether two differed."""
+        with ranks_named(self._levels.local):
+            inside = replica.make_equal(self._levels.local, 0)
+        between = replica.make_equal(self._levels.site, 0)
+        return any(differed for (differed,) in self._levels.words_of_all([inside or between]))
 
 
 class ShardGuard(ModelGuard):
@@ -266,6 +273,24 @@ class ShardedRanks(PooledRanks):
             "the forward of a model of fully_shard() waits for all ranks of its site, also for "
             "those that have run out: use loops of equal length",
         )
+
+    def refuse_make_equal(self) -> None:
+        """Refuses `session.make_equal()`.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "session.make_equal() of a model of fully_shard(): states of its optimizers are "
+            "DTensors of FSDP2, which are not compared; call session.detach() and og.distribute "
+            "again, which makes the shards equal to the first site's, and load the optimizers"
+        )
+
+    @property
+    def _alike(self) -> Sequence[Sequence[int]]:
+        """Each rank with its counterparts, which have the same shards."""
+        ranks = self._levels.local.world_size
+        return [range(local, self.count, ranks) for local in range(ranks)]
 
     def _shares(self, model: Model) -> Sequence[Model]:
         return [model] * self._levels.local.world_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import threading
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -636,7 +637,6 @@ REFUSED: dict[str, tuple[nn.Module, Any, dict[str, Any], str]] = {
         {"buffers": "broadcast"},
         "each rank keeps its own",
     ),
-    "comparing": (WIDE, og.DAD(), {"verify_every": 3}, "is not compared; leave it out"),
 }
 
 
@@ -651,14 +651,91 @@ def test_what_needs_sites_of_one_rank(name):
     run_mesh(1, 1, body)
 
 
-def test_replicas_are_not_made_equal():
-    def body(mesh):
-        session = og.distribute(copy.deepcopy(WIDE), mesh=mesh)
-        with pytest.raises(RuntimeError, match="distribute the model again"):
-            session.make_equal()
-        session.detach()
+# -- replicas that differ -----------------------------------------------------------------------
 
-    run_mesh(1, 2, body)
+
+OWN_PART = og.PerLayer({"0.*": og.Local(), "*": og.Dense()})
+
+
+def trained_apart(mesh, odd, method=None, **settings):
+    """A session whose rank `odd` changes a weight after its second step, and its error."""
+    model = copy.deepcopy(WIDE)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    session = og.distribute(model, method or og.RankDAD(rank=2), mesh=mesh, **settings)
+    told = ""
+    for k in range(4):
+        optimizer.zero_grad()
+        try:
+            loss_of(model, BATCHES[mesh.number]).backward()
+        except og.DriftError as error:
+            told = f"{error.sites} {error}"
+            break
+        optimizer.step()
+        if k == 1 and mesh.number == odd:
+            with torch.no_grad():
+                model[2].weight[0, 0] += 1e-6
+    return model, optimizer, session, told
+
+
+@pytest.mark.parametrize("odd", [0, 1, 3, None])
+def test_replicas_of_all_ranks_are_compared(odd):
+    def body(mesh):
+        *_, session, told = trained_apart(mesh, odd, verify_every=1)
+        session.detach()
+        return told
+
+    told = run_mesh(2, 2, body)
+    assert told == told[:1] * 4
+    if odd is None:
+        assert told[0] == ""
+    else:
+        who = "ranks 1, 2, 3 have" if odd == 0 else f"rank {odd} has"
+        assert f"after step 3: {who} another '2.weight' than rank 0" in told[0]
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_replicas_of_all_ranks_are_mended(odd):
+    def body(mesh):
+        model, optimizer, session, told = trained_apart(mesh, odd, verify_every=1, on_drift="mend")
+        assert told == ""
+        session.detach()
+        momenta = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        return {**weights, **dict(enumerate(momenta))}
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_same(run_mesh(2, 2, body))
+    told = [str(one.message) for one in caught if "the replicas differ" in str(one.message)]
+    assert len(told) == 4
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2, None])
+def test_replicas_of_all_ranks_are_made_equal(odd):
+    def body(mesh):
+        model, optimizer, session, _ = trained_apart(mesh, odd)
+        differed = session.make_equal(optimizer)
+        assert not session.make_equal(optimizer)
+        session.detach()
+        return differed, {name: p.detach() for name, p in model.named_parameters()}
+
+    differed, weights = zip(*run_mesh(2, 2, body), strict=True)
+    assert differed == (odd is not None,) * 4
+    assert_same(list(weights))
+
+
+def test_parts_of_a_site_are_not_compared_with_those_of_others():
+    def body(mesh):
+        model, optimizer, session, told = trained_apart(mesh, None, OWN_PART, verify_every=1)
+        assert told == ""
+        before = model[0].weight.clone()
+        assert not session.make_equal(optimizer)
+        session.detach()
+        return torch.equal(before, model[0].weight), float(before.sum())
+
+    kept, sums = zip(*run_mesh(2, 2, body), strict=True)
+    assert all(kept)
+    assert sums[0] == sums[1] != sums[2] == sums[3]
 
 
 @pytest.mark.parametrize("names", [None, ("site",), ("dp", "local"), ("site", "local", "tp")])
