@@ -315,13 +315,90 @@ def checkpointed_shards(mesh: DeviceMesh) -> None:
     assert session.stats().step == 3  # the one that raised is void
 
 
+def compared_shards(mesh: DeviceMesh) -> None:
+    model = sharded(mesh, parts=True)
+    session = og.distribute(model, og.Dense(), mesh=mesh, verify_every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for k in range(2):
+        optimizer.zero_grad()
+        loss_of(model, BATCHES[dist.get_rank()]).backward()
+        optimizer.step()
+        if k == 1 and dist.get_rank() == 3:
+            with torch.no_grad():
+                dict(model.named_parameters())["body.0.weight"].to_local()[0, 0] += 1e-6
+    with raises(og.DriftError, "rank 3 has another 'body.0.weight' than rank 1"):
+        loss_of(model, BATCHES[dist.get_rank()]).backward()
+    session.detach()
+
+
+def of_local_steps(method: og.LocalSteps, steps: int) -> list[nn.Module]:
+    """The models of two sites of two ranks, in float64, whose exchanges come at once."""
+    start, k = net().double(), method.k
+    outer = method.optimizer(list(start.parameters()))
+    sites = [copy.deepcopy(start) for _ in range(2)]
+    inner = [torch.optim.SGD(site.parameters(), lr=0.05, momentum=0.9) for site in sites]
+    for step in range(steps):
+        for s, (site, optimizer) in enumerate(zip(sites, inner, strict=True)):
+            optimizer.zero_grad()
+            for x in BATCHES[2 * s : 2 * s + 2].double():
+                (loss_of(site, (step + 1) * x) / 2).backward()
+            optimizer.step()
+        if step % k == k - 1:
+            with torch.no_grad():
+                for p, *own in zip(*(m.parameters() for m in (start, *sites)), strict=True):
+                    p.grad = p - (own[0] + own[1]) / 2
+                outer.step()
+                for site in sites:
+                    site.load_state_dict(start.state_dict())
+    return sites
+
+
+def local_steps_of_shards(mesh: DeviceMesh) -> None:
+    site = mesh.get_group("site").rank()
+    for method in (og.Dense(), og.RankDAD(rank=1000), og.PowerSGD(rank=1000)):
+        model, steps = sharded(mesh, parts=True), og.LocalSteps(2, method=method)
+        session = og.distribute(model, steps, mesh=mesh)
+        optimizer, sent = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
+        for step in range(5):
+            optimizer.zero_grad()
+            loss_of(model, (step + 1) * BATCHES[dist.get_rank()]).backward()
+            optimizer.step()
+            sent.append(session.stats().total_sent_bytes)
+        assert sent[0] < sent[1] == sent[2] < sent[3] == sent[4], sent
+        expected = of_local_steps(steps, 5)[site]
+        for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+            assert relative_error(p.detach().full_tensor(), q.detach()) < 1e-4, name
+        state = copy.deepcopy(session.state_dict())
+        session.flush()
+        for name, p in model.named_parameters():
+            own = p.detach().to_local()
+            first = own.clone()
+            dist.broadcast(first, group=mesh.get_group("site"), group_src=0)
+            assert torch.equal(own, first), name
+        session.load_state_dict(state)
+        session.detach()
+
+
+def uncounted_steps_of_shards(mesh: DeviceMesh) -> None:
+    model = sharded(mesh, parts=True)
+    session = og.distribute(model, og.LocalSteps(2), mesh=mesh)
+    with raises(RuntimeError, "session.stepped()"):
+        for _ in range(20):
+            loss_of(model, BATCHES[dist.get_rank()]).backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    if p.grad is not None:
+                        p.sub_(0.01 * p.grad)
+    session.detach()
+
+
 def refused(mesh: DeviceMesh) -> None:
     model = sharded(mesh, parts=True)
     for method in (og.DAD(), og.PerLayer({"last.*": og.DAD(), "*": og.Dense()})):
         with raises(ValueError, "the factors of a layer make up the gradient"):
             og.distribute(model, method, mesh=mesh)
-    with raises(ValueError, "LocalSteps"):
-        og.distribute(model, og.LocalSteps(2), mesh=mesh)
+    with raises(ValueError, "on_drift='raise'"):
+        og.distribute(model, og.Dense(), mesh=mesh, verify_every=1, on_drift="mend")
     with raises(ValueError, "og.Local()"):
         og.distribute(model, og.PerLayer({"last.*": og.Local(), "*": og.Dense()}), mesh=mesh)
     with raises(ValueError, "every=2 for 'body.0.weight'"):
@@ -344,6 +421,8 @@ def refused(mesh: DeviceMesh) -> None:
     session = og.distribute(model, og.Dense(), mesh=mesh)
     with raises(RuntimeError, "use loops of equal length"), session.join():
         pass
+    with raises(RuntimeError, "distribute again"):
+        session.make_equal()
     with raises(ValueError, "distributed already"):
         og.distribute(model, og.Dense(), mesh=mesh)
 
@@ -351,7 +430,8 @@ def refused(mesh: DeviceMesh) -> None:
 CHECKS: list[Callable[[DeviceMesh], None]] = [
     *(mesh_in_either_order, as_ddp_leaves_it, shards_by_every_method, training_of_shards),
     *(accumulated_shards, discarded_shards, bad_shards, saved_shards, bytes_of_shards),
-    *(checkpointed_shards, shards_stepped_in_backward, changed_shards, refused),
+    *(checkpointed_shards, shards_stepped_in_backward, changed_shards, compared_shards),
+    *(local_steps_of_shards, uncounted_steps_of_shards, refused),
 ]
 
 

@@ -95,6 +95,28 @@ class ReadyHook:
             claim._ready()
 
 
+class GradientClaim(Claim):
+    """A claim that is notified of every gradient of its parameter.
+
+    FSDP2 gives a sharded parameter its gradient itself, and calls its post-accumulate hooks alone.
+
+    Args:
+        parameter: as for `Claim`.
+        owner: as for `Claim`.
+        noted: called when a backward has a gradient for the parameter.
+    """
+
+    def __init__(self, parameter: nn.Parameter, owner: Any, noted: Callable[[], None]) -> None:
+        super().__init__(parameter, owner)
+        self._noted = noted
+        if type(parameter).__name__ == "DTensor":
+            hook = parameter.register_post_accumulate_grad_hook(self._before)
+            self._handles.append(hook)
+
+    def _before(self, gradient: Tensor | None) -> None:
+        self._noted()
+
+
 class HookedClaim(Claim):
     """A claim that is notified of every gradient of its parameter, before hooks of others run.
 

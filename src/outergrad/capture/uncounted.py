@@ -45,7 +45,6 @@ class UncountedUpdates:
         self._changed: list[str] = []
         self._left: dict[str, int] = {}
         self._undone = 0
-        self._handles = [p.register_hook(self._on_gradient) for p in params.values()]
 
     def restart(self) -> None:
         """Starts a new count of passes when a step was counted."""
@@ -56,11 +55,6 @@ class UncountedUpdates:
         """Records the values that an exchange has left in parameters no counted optimizer holds."""
         self._left = {name: sum_of_bits(self._params[name]) for name in names}
 
-    def remove(self) -> None:
-        """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
     def since(self, start: Mapping[str, Tensor]) -> str | None:
         """Returns the first parameter that differs from `start`, if passes followed a step."""
         if not self.passes:
@@ -69,7 +63,8 @@ class UncountedUpdates:
         return next(differs, None)
 
     @untraced
-    def _on_gradient(self, _: Tensor) -> None:
+    def on_gradient(self) -> None:
+        """Notes that a backward has a gradient for one of the parameters."""
         task = current_task()
         if task != self._task:
             self._task = task

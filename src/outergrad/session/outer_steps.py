@@ -30,7 +30,8 @@ class OuterSteps:
     outer optimizer applies it, and every site goes on from there.
 
     Args:
-        trained: the model's parameters, by name.
+        trained: the model's parameters, by name, or this rank's shards of them.
+        held: those that the user's optimizers hold, by name.
         start: the weights as the last exchange left them, by name.
         method: says how often and how the sites exchange.
         fragments: parts of the weights that take turns.
@@ -48,6 +49,7 @@ class OuterSteps:
     def __init__(
         self,
         trained: Mapping[str, nn.Parameter],
+        held: Mapping[str, nn.Parameter],
         start: Mapping[str, nn.Parameter],
         method: LocalSteps,
         fragments: Fragments,
@@ -58,9 +60,10 @@ class OuterSteps:
     ) -> None:
         self._trained, self.start, self._method, self._fragments = trained, start, method, fragments
         self._exchange, self._at, self._running = core.exchange, core.at, core.running
+        self._ranks = core.ranks
         self._failure, self._elastic, self._loop = failure, elastic, loop
         self.optimizer = method.optimizer(list(start.values()))
-        self.counter = StepCounter(dict(trained), method.period)
+        self.counter = StepCounter(held, method.period)
         self._under_way: Fragment | None = None
         """Fragment that was sent and is not applied yet."""
         self._failed: Exception | None = None
@@ -213,7 +216,7 @@ class OuterSteps:
         then, self._when_sent = self._when_sent, {}
         kept = 0.0 if ends else self._method.kept
         resets = self._method.error_reset and not ends
-        owed = self._owed() if resets else {}
+        owed: Mapping[str, Tensor] = self._owed() if resets else {}
         for name in fragment.names:
             own, shared = self._trained[name], self.start[name]
             to = shared - owed[name] if name in owed else shared
@@ -229,13 +232,13 @@ class OuterSteps:
         if not then:
             self.counter.restart()
 
-    def _owed(self) -> dict[str, Tensor]:
+    def _owed(self) -> Mapping[str, Tensor]:
         """Returns the residuals: what this site has not sent of the fragment's changes, by name."""
-        owed: dict[str, Tensor] = {}
-        for slot, residual in self.next_share().planner.unsent():
+        share, owed = self.next_share(), dict[str, Tensor]()
+        for slot, residual in share.planner.unsent():
             p = self.start[slot.weight]
             add_rows(owed, slot.weight, slot.weight_rows, as_tensor(residual).to(p.dtype), p)
-        return owed
+        return self._ranks.unsent(owed, share.model.params)
 
     def _drop_gradients(self) -> None:
         for p in self.start.values():

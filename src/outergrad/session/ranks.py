@@ -97,6 +97,17 @@ class OneRank:
     def note(self, step: SyncedStep) -> None:
         """Notes a shared step that is over."""
 
+    def unsent(
+        self, own: Mapping[str, Tensor], params: Mapping[str, nn.Parameter]
+    ) -> Mapping[str, Tensor]:
+        """Returns what this site has not sent of the changes of parameters, by name.
+
+        Args:
+            own: what this rank has not sent.
+            params: the parameters in question.
+        """
+        return own
+
     def hooks(self, watched: Mapping[str, WatchedParameter]) -> Mapping[str, HeldHooks]:
         """Returns the held hooks of every parameter, by name."""
         return {name: one.hooks for name, one in watched.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outergrad.capture.claims import Claim
+from outergrad.capture.claims import GradientClaim
 from outergrad.capture.optimizer_steps import SAID, ignore, listen
 from outergrad.capture.uncounted import UncountedUpdates, told
 from outergrad.core.errors import DriftError
@@ -116,6 +116,8 @@ class SharedChanges(SharedGradients):
         inspection: of the model.
         method: says after how many steps the sites exchange.
         inner: averages the gradients of a site's ranks in every backward; None for one rank.
+        shards: parameters of a sharded model, whose shards the inspection is about; None for a
+            whole model.
 
     Attributes:
         inspection: as the argument, with the weights of the last exchange as its parameters.
@@ -131,9 +133,14 @@ class SharedChanges(SharedGradients):
     follows_nodes, are_own = False, True  # backward passes are the user's own
 
     def __init__(
-        self, inspection: Inspection, method: LocalSteps, inner: Session | None = None
+        self,
+        inspection: Inspection,
+        method: LocalSteps,
+        inner: Session | None = None,
+        shards: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         self._trained, self._method, self._inner = dict(inspection.model.params), method, inner
+        self._held = self._trained if shards is None else {n: shards[n] for n in self._trained}
         start = {n: nn.Parameter(p.detach().clone()) for n, p in self._trained.items()}
         self.inspection = replace(inspection, model=replace(inspection.model, params=start))
         self.fragments = Fragments(inspection.compressors.parts or [frozenset(start)])
@@ -145,11 +152,12 @@ class SharedChanges(SharedGradients):
         """Attaches to the parts of a session, and to the user's optimizers."""
         super().attach(core, failure, elastic, loop)
         self._at, start = core.at, self.inspection.model.params
-        about = (self._trained, start, self._method, self.fragments)
+        about = (self._trained, self._held, start, self._method, self.fragments)
         self.outer = OuterSteps(*about, core, failure, elastic, loop)
-        self._claims = [Claim(p, self) for p in self._trained.values()]
         told_of = (self._first_pass, self._refuse_uncounted)
         self._uncounted = UncountedUpdates(self._trained, self._method.k, *told_of)
+        noted = self._uncounted.on_gradient
+        self._claims = [GradientClaim(p, self, noted) for p in self._held.values()]
         listen(self)
 
     def next_share(self) -> Share:
@@ -258,7 +266,6 @@ class SharedChanges(SharedGradients):
                 self._inner.detach()
         finally:
             ignore(self)
-            self._uncounted.remove()
             for claim in self._claims:
                 claim.remove()
 

@@ -24,7 +24,7 @@ from outergrad.planning.plan import Planner
 from outergrad.session.mesh.rank_reports import Report
 from outergrad.step.captured import Captured
 
-_LEAST_BYTES = 16
+LEAST_BYTES = 16
 """Least length of a message: a transport may not like empty ones."""
 
 
@@ -163,7 +163,7 @@ def pool(
 
 def message_bytes(layout: Layout) -> int:
     """Returns the length of a message in bytes."""
-    return max(layout.nbytes, _LEAST_BYTES)
+    return max(layout.nbytes, LEAST_BYTES)
 
 
 def _filled(layout: Layout, comm: Comm, captured: Captured, scale: float) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any
 
 from outergrad.core.transform import GradientTransform
 from outergrad.methods.auto.chooser import Auto
-from outergrad.methods.local_steps import LocalSteps
 from outergrad.session.inspect import Inspection
 
 _SHARDED = "a model of fully_shard()"
@@ -20,22 +19,12 @@ def refuse(problems: Iterator[str]) -> None:
         raise ValueError(f"mesh= with {first}")
 
 
-def of_method(method: Any, *, sharded: bool) -> Iterator[str]:
-    """Yields problems of a method that needs sites of one rank, or whole models."""
+def of_method(method: Any) -> Iterator[str]:
+    """Yields problems of a method that needs sites of one rank."""
     if isinstance(method, Auto) and method.frozen is None:
         yield (
             "og.Auto(): the ranks of a site do not tell each other how long steps take; name a "
             "method, or what was chosen without a mesh, og.Auto(frozen=session.choice())"
-        )
-    if isinstance(method, LocalSteps) and sharded:
-        yield (
-            f"og.LocalSteps of {_SHARDED}: how whole weights have changed, no rank knows; use "
-            f"og.RankDAD(...), og.PowerSGD(...), og.Sparse(...) or og.Dense()"
-        )
-    if isinstance(method, LocalSteps) and method.error_reset:
-        yield (
-            "og.LocalSteps(error_reset=True): each rank of a site knows what its own share of the "
-            "weights owes, not the others'; leave it out"
         )
 
 

@@ -141,7 +141,7 @@ class Sharded:
     """Intra-site reducer for FSDP2, which itself reduces gradients and leaves each rank its shards.
 
     Args:
-        shards: this rank's shards.
+        shards: this rank's shards; None if their changes are shared, which FSDP2 does not know.
         model: model of these shards.
         local: transport to the ranks of this site.
 
@@ -150,10 +150,11 @@ class Sharded:
         active: none: models of FSDP2 have no joined loops.
     """
 
-    def __init__(self, shards: Shards, model: Model, local: Comm) -> None:
+    def __init__(self, shards: Shards | None, model: Model, local: Comm) -> None:
         self._shards, self._model, self.local = shards, model, local
         self.active: list[int] = []
-        self.params = {name: shards.params[name] for name in model.params}
+        known = model.params if shards is None else shards.params
+        self.params = {name: known[name] for name in model.params}
 
     def prepare(self, captured: Captured) -> None:
         """Does nothing: FSDP2 has reduced the gradients."""
@@ -162,6 +163,8 @@ class Sharded:
         self, spec: StepSpec, captured: Captured, fate: RankStatus
     ) -> tuple[StepSpec, RankStatus]:
         """Gives the step the gradients that FSDP2 has left, and this rank's own status."""
+        if self._shards is None:
+            return spec, fate
         self._shards.take()
         used = captured.used
         header = replace(spec.header, used=tuple(name in used for name in spec.model.params))
@@ -169,7 +172,8 @@ class Sharded:
 
     def tell(self, ending: RankReport, step: SharedStep | None) -> list[list[int]]:
         """Gives the gradients back to the model, and exchanges the reports on all shares."""
-        self._shards.give_back()
+        if self._shards is not None:
+            self._shards.give_back()
         return words_of_all(self.local, ending.words())
 
     def spread(self, step: SharedStep) -> ScatterResult:

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from outergrad.capture.changes import Change, ModelWatch
 from outergrad.capture.claims import HeldHooks, HookedClaim
 from outergrad.capture.parameters import WatchedParameter
+from outergrad.comm.words import words_of_all
 from outergrad.core.model import Model
 from outergrad.core.transform import GradientTransform
 from outergrad.core.types import StateDict
+from outergrad.messages.raw import from_raw, raw
 from outergrad.planning.plan import Planner
 from outergrad.record.coverage import Coverage, Travel
 from outergrad.session.drift import LANE, Drift, compared
@@ -24,7 +28,7 @@ from outergrad.session.made_equal import ReplicaState
 from outergrad.session.mesh.levels import Levels
 from outergrad.session.mesh.mesh_step import IntraSiteReducer, MeshStep
 from outergrad.session.mesh.pooled import Pooled
-from outergrad.session.mesh.pooling import SharePlanner, shares
+from outergrad.session.mesh.pooling import LEAST_BYTES, SharePlanner, shares
 from outergrad.session.mesh.ranks import ranks_named
 from outergrad.session.mesh.shards import Sharded, Shards
 from outergrad.session.model_guard import ModelGuard
@@ -82,6 +86,25 @@ class PooledRanks(OneRank):
 
     def _inside(self, planner: SharePlanner, model: Model) -> IntraSiteReducer:
         return Pooled(model, planner, self._levels.local, self._transform)
+
+    def unsent(
+        self, own: Mapping[str, Tensor], params: Mapping[str, nn.Parameter]
+    ) -> Mapping[str, Tensor]:
+        """Returns what the ranks of this site have not sent, each of its share, by name."""
+        local, found = self._levels.local, dict[str, Tensor]()
+        with ranks_named(local):
+            flags_R = words_of_all(local, [name in own for name in params])
+            held_R = [list(compress(params, flags)) for flags in flags_R]
+            sizes_R = [[params[name].nbytes for name in names] for names in held_R]
+            message = [torch.zeros(LEAST_BYTES, dtype=torch.uint8)]  # no message may be empty
+            message += [raw(own[name]) for name in held_R[local.rank]]
+            ours = torch.cat([part.to(local.device) for part in message])
+            counts = [LEAST_BYTES + sum(sizes) for sizes in sizes_R]
+            parts_R = local.all_gather(ours, counts).wait()
+        for names, sizes, part in zip(held_R, sizes_R, parts_R, strict=True):
+            for name, content in zip(names, part[LEAST_BYTES:].split(sizes), strict=True):
+                found[name] = from_raw(content, params[name].dtype, params[name].shape)
+        return found
 
     def note(self, step: SyncedStep) -> None:
         """Notes which ranks still had a batch."""
@@ -210,6 +233,7 @@ class ShardedRanks(PooledRanks):
         transform: changes the site's gradient before it is sent; None without one.
         shards: this rank's shards.
         inspection: of the model.
+        changes: True if changes of the weights are shared, and no gradients.
     """
 
     watches_backwards = False
@@ -220,9 +244,11 @@ class ShardedRanks(PooledRanks):
         transform: GradientTransform | None,
         shards: Shards,
         inspection: Inspection,
+        *,
+        changes: bool = False,
     ) -> None:
         super().__init__(levels, transform, always=True)
-        self._shards = shards
+        self._shards, self._changes = shards, changes
         self._trained = {name: shards.params[name] for name in inspection.model.params}
         self._frozen = {name: shards.params[name] for name in inspection.frozen}
         # Hooks of others are looked for at the nodes of now, which would go if nobody held them.
@@ -231,6 +257,8 @@ class ShardedRanks(PooledRanks):
 
     def attach(self, loop: BackwardLoop) -> None:
         """Hooks the shards, which FSDP2 tells when it has reduced a gradient."""
+        if self._changes:
+            return
         self._claims = {
             name: HookedClaim(p, loop, partial(loop.on_shard, name))
             for name, p in self._trained.items()
@@ -261,6 +289,12 @@ class ShardedRanks(PooledRanks):
     def step(self, spec: StepSpec, unshared: Set[str]) -> MeshStep:
         """Begins a step; FSDP2 tells which shards it uses only as it reduces them."""
         return super().step(replace(spec, used={*spec.used, *unshared}), unshared)
+
+    def unsent(
+        self, own: Mapping[str, Tensor], params: Mapping[str, nn.Parameter]
+    ) -> Mapping[str, Tensor]:
+        """Returns what this rank has not sent of its own shards."""
+        return own
 
     def explained(self, lines: Coverage) -> Coverage:
         """Adds nothing: every rank sends its own shards."""
@@ -296,4 +330,4 @@ class ShardedRanks(PooledRanks):
         return [model] * self._levels.local.world_size
 
     def _inside(self, planner: SharePlanner, model: Model) -> Sharded:
-        return Sharded(self._shards, model, self._levels.local)
+        return Sharded(None if self._changes else self._shards, model, self._levels.local)

@@ -53,14 +53,18 @@ class MeshTopology(Topology):
         self._meeting = levels.meet(mesh.get_group("site"))
         self._shards: Shards | None = None
         self._inside: Inspection | None = None
-        """With `og.LocalSteps`: what the ranks of a site share in every backward; else None."""
+        """With `og.LocalSteps` of a whole model: what the ranks of a site share in every backward;
+        else None."""
         self._own: list[str] = []
 
     def look_at(self, model: nn.Module, method: Any, rules: Rules) -> Inspection:
         """Inspects the model, or this rank's shards of it if it is sharded."""
-        refuse(of_method(method, sharded=is_sharded(model)))
+        refuse(of_method(method))
         if is_sharded(model):
-            inspection, self._shards = look_at(model, method, self._mesh)
+            steps = method if isinstance(method, LocalSteps) else None
+            shared = method if steps is None else steps.method
+            inspection, self._shards = look_at(model, shared, self._mesh)
+            inspection = inspection if steps is None else streamed(inspection, steps)
         elif isinstance(method, LocalSteps):
             self._inside = inspect(model, Dense(), {})
             inspection = streamed(inspect(model, method.method, {}, replays=False), method)
@@ -105,17 +109,20 @@ class MeshTopology(Topology):
         self, inspection: Inspection, agreed: int, settings: Settings, method: Any
     ) -> Session:
         """Returns the session of this rank."""
-        levels, transform = self._levels, settings.transform
-        if self._shards is not None:
-            ranks = ShardedRanks(levels, transform, self._shards, inspection)
+        levels, transform, shards = self._levels, settings.transform, self._shards
+        steps, inner = isinstance(method, LocalSteps), None
+        if shards is not None:
+            ranks = ShardedRanks(levels, transform, shards, inspection, changes=steps)
         else:
             ranks = PooledRanks(levels, transform)
-        if self._inside is None:
+        if not steps:
             return Session(inspection, levels.site, agreed, settings, ranks)
-        about = Settings(method=repr(Dense()))
-        number = fingerprint([f"{agreed}, inside site {levels.site.rank}"])
-        inner = Session(self._inside, levels.local, number, about)
-        changes = SharedChanges(inspection, method, inner)
+        if self._inside is not None:
+            about = Settings(method=repr(Dense()))
+            number = fingerprint([f"{agreed}, inside site {levels.site.rank}"])
+            inner = Session(self._inside, levels.local, number, about)
+        held = None if shards is None else shards.params
+        changes = SharedChanges(inspection, method, inner, held)
         return Session(changes.inspection, levels.site, agreed, settings, ranks, changes)
 
 
