@@ -2,141 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
-from torch import Tensor
-
-from outergrad.buckets.bucket import StepContext
-from outergrad.commit.ballot import Decision
-from outergrad.commit.step_result import StepResult
-from outergrad.core.errors import DriftError
-from outergrad.core.model import Choice
-from outergrad.core.types import Unit
-from outergrad.messages.header import Header
-from outergrad.messages.vote import Subjects
-from outergrad.record.stats import Stats
 from outergrad.step.cadence import DueParts
-from outergrad.step.captured import Captured
-from outergrad.step.joint import Point
-from outergrad.step.step_plan import StepPlan
+from outergrad.step.step import SharedStep
 from outergrad.step.unsynced import UnsyncedStep
 
+if TYPE_CHECKING:
+    from outergrad.session.mesh.mesh_step import MeshStep
 
-class SyncedStep(Protocol):
-    """Protocol of a step that other sites take part in: `SharedStep`, and `MeshStep` of a mesh.
-
-    Attributes:
-        task: autograd's number of the backward pass; NO_TASK without one.
-        captured: factors that this backward captured.
-        choice: how every unit travels; None before there is a plan.
-        decision: whether the step counts; None before it is known.
-        subjects: parameters and buffers that votes can be about.
-        plan: plan of the last step, which it follows; None if it makes its own.
-    """
-
-    task: int
-    captured: Captured
-    choice: Choice | None
-    decision: Decision | None
-    subjects: Subjects
-    plan: StepPlan | None
-
-    @property
-    def shared(self) -> SyncedStep | None:
-        """The step itself."""
-        ...
-
-    @property
-    def context(self) -> StepContext:
-        """Context of the messages to other sites."""
-        ...
-
-    @property
-    def units(self) -> Sequence[Unit]:
-        """Units that the choice is about."""
-        ...
-
-    @property
-    def drift(self) -> DriftError | None:
-        """Error that sites have applied different results, if that was found."""
-        ...
-
-    @property
-    def place(self) -> str:
-        """Description, for error messages, of what this site waits for."""
-        ...
-
-    @property
-    def applied(self) -> bool:
-        """True if the step counts: all sites say so."""
-        ...
-
-    @property
-    def voted(self) -> bool:
-        """True if this site has sent a good vote, which the others may have received."""
-        ...
-
-    @property
-    def active_here(self) -> Sequence[int]:
-        """Ranks of this site that have a batch in a joined loop; of several ranks alone."""
-        ...
-
-    def note_gradient(self, name: str) -> None:
-        """Notes that a parameter has a gradient besides its factors."""
-        ...
-
-    def note_written(self, name: str) -> None:
-        """Notes that a backward wrote to `param.grad` itself."""
-        ...
-
-    def on_ready(self, name: str) -> None:
-        """Starts messages whose parameters are all ready."""
-        ...
-
-    def on_joint(self, point: Point, delta: Tensor) -> Tensor:
-        """Returns the mean over the sites of a delta below a shared part."""
-        ...
-
-    def agreed(self) -> Sequence[Header]:
-        """Returns the headers of all sites, once they have come."""
-        ...
-
-    def send(self) -> None:
-        """Starts all messages whose gradients are there; `finish` receives their results."""
-        ...
-
-    def finish(self) -> None:
-        """Makes the gradients the mean over the sites; raises on all sites if it does not count."""
-        ...
-
-    def abandon(self, changed: str | None = None) -> None:
-        """Ends, with the other sites, a step whose backward raised here or whose model changed."""
-        ...
-
-    def clear(self) -> None:
-        """Drops gradients that an aborted step has left inside the site."""
-        ...
-
-    def settle(self, decision: Decision) -> None:
-        """Ends the step by what another site knows of it."""
-        ...
-
-    def take(self, brought: StepResult) -> None:
-        """Applies the step's result of another site."""
-        ...
-
-    def stats(self, step: int) -> Stats:
-        """Returns the statistics of this site."""
-        ...
-
-    def as_plan(self, headers: Sequence[Header], *, rests: bool) -> StepPlan | None:
-        """Returns the plan for the next step; None if that one has to make its own."""
-        ...
-
-
-Step = UnsyncedStep | SyncedStep
+SyncedStep: TypeAlias = "SharedStep | MeshStep"
+"""A step that other sites take part in."""
+Step: TypeAlias = "UnsyncedStep | SharedStep | MeshStep"
 
 
 class RunningStep:
