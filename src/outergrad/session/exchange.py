@@ -33,7 +33,7 @@ from outergrad.session.state import Owner
 from outergrad.step import param_grad
 from outergrad.step.accumulator import Accumulator
 from outergrad.step.cadence import Cadence, DueParts, Share
-from outergrad.step.captured import Captured, CarriedOver
+from outergrad.step.captured import NOTHING_LEFT, Captured
 from outergrad.step.header_builder import Announced, HeaderBuilder, Loop
 from outergrad.step.joint import JointParts, JointStep, Point, described
 from outergrad.step.mishaps import Mishaps
@@ -42,8 +42,6 @@ from outergrad.step.step import SharedStep
 from outergrad.step.step_plan import StepPlan
 from outergrad.step.transforming import leftover, refuse_leftover
 from outergrad.step.unsynced import UnsyncedStep
-
-_NOTHING_LEFT = CarriedOver()
 
 
 class Exchange:
@@ -160,7 +158,7 @@ class Exchange:
         """
         plan = self._plan_again(used)
         if plan is not None:
-            due_parts = self.cadence.due_parts(task, used, _NOTHING_LEFT, rows=True)
+            due_parts = self.cadence.due_parts(task, used, NOTHING_LEFT, rows=True)
             header = plan.own.of_step(self._at.stats.step)
             return self.new_step(header, task=task, used=used, plan=plan), due_parts
         alone, left = self._is_alone(), self.leftover
