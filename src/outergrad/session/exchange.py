@@ -203,18 +203,14 @@ class Exchange:
 
     def keep_plan(self, step: SharedStep) -> None:
         """Keeps the plan of a step that is over, for the next one that announces the same."""
-        self.plan = None
-        changes = self.transform is not None or self.joint is not None
-        if (
-            not self._ranks.repeats
-            or changes
-            or not (self.cadence.always and self.weighting.is_even)
-        ):
-            return
-        layers = self.next_forward.layers
-        rests = step.plan is None and all(
-            layer.is_known(k) for layer in layers for k, _ in enumerate(layer.slots)
-        )
+        rests = False
+        if step.plan is None:
+            self.plan, layers = None, self.next_forward.layers
+            changes = self.transform is not None or self.joint is not None
+            even = self.cadence.always and self.weighting.is_even
+            if changes or not (even and self._ranks.repeats):
+                return
+            rests = all(layer.is_known(k) for layer in layers for k, _ in enumerate(layer.slots))
         self.plan = step.as_plan(self.planner.header_cache.known, rests=rests)
 
     def _header(self, due_parts: DueParts, points: Sequence[Point]) -> Header:
