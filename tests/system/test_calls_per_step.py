@@ -11,7 +11,7 @@ from torch import nn
 import outergrad as og
 from ranks import run_ranks
 
-MOST = {"dense": 12, "dad": 125, "rank-dad": 145}
+MOST = {"dense": 10, "dad": 120, "rank-dad": 140}
 """Calls for each layer of a weight and a bias, forward, backward and SGD included."""
 
 
@@ -25,7 +25,7 @@ def test_a_layer_costs_few_calls(name, method):
 
 
 def calls(method, layers: int) -> float:
-    """Of site 0 in a step that is like those before it."""
+    """Of site 0 in a step that is like those before it: the fewest, as some need new memory."""
 
     def body(rank, group):
         torch.manual_seed(0)
@@ -41,7 +41,7 @@ def calls(method, layers: int) -> float:
 
         for _ in range(4):
             step()
-        found = counted(step)
+        found = min(counted(step) for _ in range(3))
         session.detach()
         return found
 

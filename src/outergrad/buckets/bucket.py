@@ -33,6 +33,9 @@ class Bucket(Protocol):
     adds_up: bool = False
     """True if its messages are all-reduces. A step's all-reduces match posted receives in order."""
 
+    looks_ahead: bool = False
+    """True if its messages in the next step may have other lengths: `lengths_ahead`."""
+
     @property
     def is_expected(self) -> bool:
         """True if `expect` posts the receives of all its messages."""
@@ -58,8 +61,7 @@ class Bucket(Protocol):
         """
 
     def lengths_ahead(self, context: StepContext) -> object:
-        """Returns `lengths` of a next step like this one, if this one counts."""
-        return self.lengths(context)
+        """Returns `lengths` of a next step like this one, if this one counts; if it looks ahead."""
 
     def expect(self, context: StepContext, turn: int) -> None:
         """Posts the receives of its messages in a turn; called on all buckets in order.
@@ -68,8 +70,7 @@ class Bucket(Protocol):
         """
 
     def expect_ahead(self, context: StepContext, turn: int) -> None:
-        """Posts the receives of the next turn, with `lengths_ahead`."""
-        self.expect(context, turn)
+        """Posts the receives of the next turn, with `lengths_ahead`; if it looks ahead."""
 
     def start(self, context: StepContext) -> Pending:
         """Starts to send this site's part."""
@@ -211,7 +212,7 @@ class StepContext:
         layers: bytes and seconds by layer, filled by the buckets.
         waits: per message, its parameters and the seconds that this site waited for it.
         reading: measures the gradients, if the step is recorded.
-        headers: of all sites, in the order of ranks.
+        headers: of all sites, in the order of ranks; of an earlier step if this one follows a plan.
         used: parameters that have a gradient on some site; the others are left alone, as in DDP.
         skips_bad: whether a step is skipped if a gradient is not finite.
         bad: name of a parameter whose gradient on this site is not finite.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import SupportsInt
 
 import torch
 from torch import Tensor, nn
@@ -148,10 +147,6 @@ class _Buffer:
         if state != State.GOOD or lacks:
             self.told[0], self.told[1] = state.counts(lacks=lacks)
 
-    def summed(self) -> SupportsInt:
-        """Digest of the received sum; cheap now, while the sum is in the processor's cache."""
-        return self.room.checksum()
-
     @staticmethod
     def of(params: Mapping[str, nn.Parameter], cost: CostModel) -> _Buffer:
         sizes = [p.numel() for p in params.values()]
@@ -185,7 +180,8 @@ class DensePending(Pending):
         """Returns the means, and the worst state of all sites."""
         if self._result is None:
             self._work.wait()
-            told, digest = self._kept.told.tolist(), self._kept.summed()
+            told = self._kept.told.tolist()
+            digest = self._kept.room.checksum()  # now, while the sum is in the processor's cache
             state, lacks = State.of(*told), told[0] > 0.0
             self._result = Result(self._kept.views, state=state, digest=digest, lacks=lacks)
         return self._result
@@ -195,4 +191,4 @@ class DensePending(Pending):
         """True if the sum is what was received; a gradient in its memory may have been changed."""
         digest = self.wait().digest
         assert digest is not None
-        return int(self._kept.summed()) == int(digest)
+        return int(self._kept.room.checksum()) == int(digest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -106,7 +107,10 @@ class RowBucket(UnitBucket):
         """True if nothing has changed, as far as can be told without looking at every source."""
         if self._compressor.adapts or self._compressor.phase != self._phase:
             return False
-        return len(headers) == len(self._headers) and all(map(_is_foreseen, headers, self._headers))
+        before = self._headers
+        if len(headers) != len(before):
+            return False
+        return all(map(is_, headers, before)) or all(map(_is_foreseen, headers, before))
 
     def lengths(self, context: StepContext) -> object:
         """Returns what determines the layout of every site's message."""

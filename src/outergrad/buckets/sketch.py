@@ -34,7 +34,7 @@ class SketchBucket(UnitBucket):
         extras: parameters whose `grad` is sent uncompressed, in the first round.
     """
 
-    adds_up = True
+    adds_up = looks_ahead = True
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import wraps
 from threading import Lock
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from outergrad.capture.engine import NO_TASK, current_task, untraced
 
 _ORDER = itertools.count(1)
-_LISTENERS: WeakSet[BackwardListener] = WeakSet()
+_LISTENERS: set[ref[BackwardListener]] = set()
 _LOCK = Lock()
 
 
@@ -74,7 +74,7 @@ def now() -> int:
 def listen_to_backwards(listener: BackwardListener) -> None:
     """Notifies a listener, held weakly, of every backward of this process."""
     with _LOCK:
-        _LISTENERS.add(listener)
+        _LISTENERS.add(ref(listener, _LISTENERS.discard))
         run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
         if not hasattr(run, "tells_of_backwards"):
             torch.autograd._engine_run_backward = _telling(run)  # type: ignore[attr-defined]
@@ -83,7 +83,7 @@ def listen_to_backwards(listener: BackwardListener) -> None:
 def ignore_backwards(listener: BackwardListener) -> None:
     """Stops the notifications of a listener."""
     with _LOCK:
-        _LISTENERS.discard(listener)
+        _LISTENERS.discard(ref(listener))
 
 
 def _telling(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +119,7 @@ def _tell(failed: FailedBackward) -> None:
 
 def _listeners() -> list[BackwardListener]:
     with _LOCK:
-        return list(_LISTENERS)
+        return [listener for one in [*_LISTENERS] if (listener := one()) is not None]
 
 
 def _nodes_of(ends: Iterable[Any]) -> list[Node]:

@@ -43,7 +43,7 @@ class ParameterSink(Protocol):
     direct_task: int
     direct: Collection[str]
     on_direct_gradient: Callable[[str], None]
-    on_direct_ready: Callable[[str], None]
+    on_direct_ready: Callable[[str], object]
     meets_hooks: bool
 
     def on_gradient(self, name: str) -> None:

@@ -45,7 +45,7 @@ class PastAutograd:
             looks: True to check `main_grad`, too. Its values are copied, as fused kernels write
                 without raising the version counter.
         """
-        self._before = self._states()
+        self._before = self._states() if self._captured else ()
         copies = {w: t.detach().clone() for w, t in self._main_grads().items()} if looks else None
         self._main = copies
 
@@ -59,8 +59,10 @@ class PastAutograd:
 
     def _states(self) -> list[tuple[int, int]]:
         # The same as WatchedParameter.state_of_grad, without a call per parameter.
-        grads = [w.parameter.grad for w in self._captured]
-        return [NO_GRADIENT if g is None else (id(g), g._version) for g in grads]
+        return [
+            NO_GRADIENT if (g := w.parameter.grad) is None else (id(g), g._version)
+            for w in self._captured
+        ]
 
     def begin(self, used: Set[str]) -> None:
         """Records the gradients when a backward has begun and kept ones are back in `param.grad`.
@@ -69,8 +71,9 @@ class PastAutograd:
             used: names of the parameters in which the backward leaves a gradient.
         """
         self._unreached = {}
-        for w, state in zip(self._captured, self._states(), strict=True):
-            w.marked = state
+        if self._captured:
+            for w, state in zip(self._captured, self._states(), strict=True):
+                w.marked = state
         if len(used) < len(self._watched):
             rest = (w for name, w in self._watched.items() if name not in used)
             self._unreached = {w: w.state_of_grad() for w in rest}

@@ -169,10 +169,15 @@ class Ballot:
         comm: the transport.
         header: this site's header of the step.
         subjects: parameters and buffers that a vote can name.
+
+    Attributes:
+        session: fingerprint of the session of the step.
+        step: number of the step that is voted on; the last one if there are several.
     """
 
     def __init__(self, comm: Comm, header: Header, subjects: Subjects) -> None:
         self._comm, self._subjects = comm, subjects
+        self.session, self.step = header.fingerprint, header.step
         self._vote = Vote(header.fingerprint, header.step, header.rank)
         self._sums: list[SupportsInt] = []
         self._first: int | None = None
@@ -187,9 +192,9 @@ class Ballot:
         """Posts the receives of the others' votes in a turn."""
         self._comm.expect([WORDS] * self._comm.world_size, turn, torch.int64, lane=_LANE)
 
-    def note_sum(self, digest: SupportsInt) -> None:
-        """Adds a digest of a sum, or of messages of all sites, that this site received."""
-        self._sums.append(digest)
+    def note_sums(self, *digests: SupportsInt) -> None:
+        """Adds digests of sums, or of messages of all sites, that this site received."""
+        self._sums += digests
 
     def cover(self, first: int, digest: SupportsInt) -> None:
         """Extends the vote to earlier steps that nobody has voted on.
@@ -200,16 +205,6 @@ class Ballot:
         """
         self._first = first
         self._sums.append(digest)
-
-    @property
-    def step(self) -> int:
-        """Number of the step that is voted on; the last one if there are several."""
-        return self._vote.step
-
-    @property
-    def session(self) -> int:
-        """Fingerprint of the session of the step."""
-        return self._vote.fingerprint
 
     @property
     def digest(self) -> SupportsInt:

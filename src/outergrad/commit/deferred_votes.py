@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, SupportsInt
 
 from outergrad.commit.ballot import Ballot
@@ -14,6 +14,9 @@ from outergrad.messages.wire import State
 
 Comparing = Callable[[], Mapping[int, "int | None"]]
 """Waits until all sites have made the last step; returns the digest of what each received in it."""
+
+Waiting = Callable[[], AbstractContextManager[None]]
+"""Returns a context in which this site waits for others."""
 
 
 class DeferredVotes:
@@ -98,11 +101,12 @@ class DeferredVotes:
             with suppress(ExchangeError):  # the next step finds it
                 ballot.cast(State.GOOD)
 
-    def count(self, now: int | None = None) -> DriftError | None:
+    def count(self, now: int | None = None, waiting: Waiting = nullcontext) -> DriftError | None:
         """Counts the votes on the last step, which all sites have made; waits for them, if any.
 
         Args:
             now: number of the current step.
+            waiting: returns a context for the wait.
 
         Returns:
             The error, if the votes are not all good and the same.
@@ -110,7 +114,7 @@ class DeferredVotes:
         Raises:
             ExchangeError: another site is lost.
         """
-        return self._perform(self._machine.on(Event.ARRIVED), now)
+        return self._perform(self._machine.on(Event.ARRIVED), now, waiting=waiting)
 
     def settle(self, compare: Comparing) -> DriftError | None:
         """Counts the votes on the last step, or compares what sites received in it without votes.
@@ -144,13 +148,18 @@ class DeferredVotes:
         self.first, self.digest = None, 0
 
     def _perform(
-        self, actions: Sequence[Action], now: int | None = None, compare: Comparing | None = None
+        self,
+        actions: Sequence[Action],
+        now: int | None = None,
+        compare: Comparing | None = None,
+        waiting: Waiting = nullcontext,
     ) -> DriftError | None:
         """Performs actions on the last step; returns the error if sites differ in it."""
         drift = None
         if Action.COUNT in actions:
             assert self._ballot is not None
-            decision = self._ballot.count()
+            with waiting():
+                decision = self._ballot.count()
             drift = None if decision.good else decision.drift(now)
             actions = self._machine.on(Event.COUNTED)
         elif Action.COMPARE in actions:

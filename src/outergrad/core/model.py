@@ -155,6 +155,7 @@ class Compressors:
 
     Attributes:
         parts: as above; empty where every step covers the whole model.
+        stores: the residual store of each compressor, in order.
     """
 
     chooser: Chooser | None = None
@@ -166,6 +167,7 @@ class Compressors:
         parts: Sequence[frozenset[str]] = (),
     ) -> None:
         self._units_of, self.parts = tuple(units_of), parts
+        self.stores: Sequence[ResidualStore] = [compressor for compressor, _ in units_of]
         self._of = {unit: compressor for compressor, units in units_of for unit in units}
         self._ending: tuple[AbstractSet[Unit], Mapping[Unit, Compressor], set[int]] | None = None
 
@@ -184,11 +186,6 @@ class Compressors:
         first = units[0].params[0] if units else ""
         names = next((part for part in self.parts if first in part), None)
         return model if names is None else part_of(model, names)
-
-    @property
-    def stores(self) -> Sequence[ResidualStore]:
-        """The residual store of each compressor, in order."""
-        return [compressor for compressor, _ in self._units_of]
 
     @property
     def phases(self) -> list[Hashable]:

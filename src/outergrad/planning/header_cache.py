@@ -20,29 +20,27 @@ class HeaderCache:
     Args:
         facts: returns the key of the plan and message lengths that headers lead to.
         ways: returns the routes that headers lead to, the most important part of `facts`.
+
+    Attributes:
+        known: headers that predictions are based on; the same object while the predictions hold.
     """
 
     def __init__(self, facts: Facts, ways: Facts) -> None:
         self._facts, self._ways = facts, ways
-        self._headers: list[Header] = []
+        self.known: list[Header] = []
         self._equal, self._enough = 0, 1
         self._no_surprise: Hashable = None
         """Facts of this site that differed from the prediction but did not change the plan."""
 
     def foreseen(self, step: int) -> list[Header] | None:
         """Returns the predicted headers of a step; None if they have to be exchanged."""
-        if self._equal < self._enough or not all(header.alone for header in self._headers):
+        if self._equal < self._enough or not all(header.alone for header in self.known):
             return None
-        return [header.of_step(step) for header in self._headers]
-
-    @property
-    def known(self) -> Sequence[Header]:
-        """Headers that predictions are based on; the same object while the predictions hold."""
-        return self._headers
+        return [header.of_step(step) for header in self.known]
 
     def foresees(self, known: Sequence[Header]) -> bool:
         """True if the next step is predicted from these headers, without an exchange."""
-        return known is self._headers and self._equal >= self._enough
+        return known is self.known and self._equal >= self._enough
 
     def surprises(self, ours: Header, foreseen: Sequence[Header]) -> bool:
         """True if this site's header would lead to another plan than the predicted headers.
@@ -66,9 +64,9 @@ class HeaderCache:
 
     def exchanged(self, headers: Sequence[Header]) -> None:
         """Records the headers that the sites exchanged in a step."""
-        same = bool(self._headers) and self._facts(headers) == self._facts(self._headers)
+        same = bool(self.known) and self._facts(headers) == self._facts(self.known)
         self._equal = self._equal + 1 if same else 0
-        self._headers, self._no_surprise = list(headers), None
+        self.known, self._no_surprise = list(headers), None
 
     def was_wrong(self) -> None:
         """Records that some site's header differed from the prediction."""
@@ -81,12 +79,12 @@ class HeaderCache:
         All that differs between steps of one loop (other sessions on the group, weights, parameters
         in use, buffers) was in the headers of the last steps, whatever their methods.
         """
-        if before._headers and self._about_loops() != before._about_loops():
+        if before.known and self._about_loops() != before._about_loops():
             self.forget()
 
     def _about_loops(self) -> list[Hashable]:
-        return [header.about_loop for header in self._headers]
+        return [header.about_loop for header in self.known]
 
     def forget(self) -> None:
         """Forgets the recorded headers, so that the next step exchanges headers."""
-        self._headers, self._equal, self._no_surprise = [], 0, None
+        self.known, self._equal, self._no_surprise = [], 0, None

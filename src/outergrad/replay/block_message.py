@@ -154,7 +154,7 @@ class Blocks:
     def forget(self) -> None:
         """Drops the step's messages, hence activations and deltas, and resets the byte counts."""
         self._messages.clear()
-        for tapped in self:
+        for tapped in self._tapped.values():
             tapped.untapped_nbytes = 0
 
 

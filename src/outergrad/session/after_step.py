@@ -56,10 +56,13 @@ class Aftermath:
         exchange, at = self._exchange, self._at
         if exchange.next_forward.follow(step.units, step.choice):
             exchange.chosen.update(zip(step.units, step.choice.reasons, strict=True))
-        at.count(step.stats(self._steps_with(step)))
-        if step.decision is not None:
-            at.note_end(counted=step.applied)
-        if step.applied and not self._reporter.is_silent:
+        applied = step.applied
+        if step.decision is None:
+            at.stats = step.stats(self._steps_after_void())
+        else:
+            at.stats = step.stats(at.stats.step + 1)
+            at.note_end(counted=applied)
+        if applied and not self._reporter.is_silent:
             self._reporter.report(step.context, at.stats)
         if step.decision is not None and self._choosing is not None:
             self._measure(step.context)
@@ -69,7 +72,7 @@ class Aftermath:
     def follow_alone(self) -> None:
         """Notes and reports the step of a single site."""
         at = self._at
-        at.count(Stats(at.stats.step + 1, total_sent_bytes=at.stats.total_sent_bytes))
+        at.stats = Stats(at.stats.step + 1, total_sent_bytes=at.stats.total_sent_bytes)
         self._reporter.report_alone(at.stats)
 
     def note(self, step: SyncedStep) -> None:
@@ -83,15 +86,13 @@ class Aftermath:
         if step.drift is not None:
             self._mishaps.drifted(step.context.header.step, step.drift.sites, "")
         else:
-            self._mishaps.decided(step.decision, step.subjects.names)
+            self._mishaps.decided(step.decision, step.subjects)
 
-    def _steps_with(self, step: SyncedStep) -> int:
+    def _steps_after_void(self) -> int:
         """Returns the count of steps; a void one, behind which others continue, does not count."""
         at = self._at
-        is_void = step.decision is None and at.lost_step is not None
-        if is_void and at.group.participant.opens is not None:
-            return at.stats.step
-        return at.stats.step + 1
+        continues = at.lost_step is not None and at.group.participant.opens is not None
+        return at.stats.step if continues else at.stats.step + 1
 
     def _measure(self, context: StepContext) -> None:
         """Tells the chooser how long the step took, unless the next step raises."""

@@ -33,7 +33,7 @@ from outergrad.session.state import Owner
 from outergrad.step import param_grad
 from outergrad.step.accumulator import Accumulator
 from outergrad.step.cadence import Cadence, DueParts, Share
-from outergrad.step.captured import Captured, CarriedOver
+from outergrad.step.captured import NOTHING_LEFT, Captured
 from outergrad.step.header_builder import Announced, HeaderBuilder, Loop
 from outergrad.step.joint import JointParts, JointStep, Point, described
 from outergrad.step.mishaps import Mishaps
@@ -41,8 +41,6 @@ from outergrad.step.spec import StepSpec
 from outergrad.step.step_plan import StepPlan
 from outergrad.step.transforming import leftover, refuse_leftover
 from outergrad.step.unsynced import UnsyncedStep
-
-_NOTHING_LEFT = CarriedOver()
 
 
 class Exchange:
@@ -159,7 +157,7 @@ class Exchange:
         """
         plan = self._plan_again(used)
         if plan is not None:
-            due_parts = self.cadence.due_parts(task, used, _NOTHING_LEFT, rows=True)
+            due_parts = self.cadence.due_parts(task, used, NOTHING_LEFT, rows=True)
             header = plan.own.of_step(self._at.stats.step)
             return self.new_step(header, task=task, used=used, plan=plan), due_parts
         alone, left = self._is_alone(), self.leftover
@@ -204,14 +202,14 @@ class Exchange:
 
     def keep_plan(self, step: SyncedStep) -> None:
         """Keeps the plan of a step that is over, for the next one that announces the same."""
-        self.plan = None
-        changes = self.transform is not None or self.joint is not None
-        if changes or not (self.cadence.always and self.weighting.is_even):
-            return
-        layers = self.next_forward.layers
-        rests = step.plan is None and all(
-            layer.is_known(k) for layer in layers for k, _ in enumerate(layer.slots)
-        )
+        rests = False
+        if step.plan is None:
+            self.plan, layers = None, self.next_forward.layers
+            changes = self.transform is not None or self.joint is not None
+            even = self.cadence.always and self.weighting.is_even
+            if changes or not even:
+                return
+            rests = all(layer.is_known(k) for layer in layers for k, _ in enumerate(layer.slots))
         self.plan = step.as_plan(self.planner.header_cache.known, rests=rests)
 
     def _header(self, due_parts: DueParts, points: Sequence[Point]) -> Header:

@@ -232,7 +232,7 @@ class BackwardLoop:
         self._past_autograd.begin(used)
         if due_parts is None or due_parts.later is None:
             self.on_direct_gradient = step.captured.has_autograd_grad.add
-            self.on_direct_ready = step.on_ready
+            self.on_direct_ready = step.ready_sink()
             self.direct, self.direct_task = used, task  # last: a device has a thread of its own
         at_end_of_backward(partial(self._end, task))
         self._ranks.begin()
@@ -270,7 +270,7 @@ class BackwardLoop:
             return
         due_parts, shared = self._running.due_parts, step.shared
         try:
-            self._finish(step, shared)
+            applied = self._finish(shared)
         except StepDiscardedError as error:
             if shared is None:
                 raise
@@ -281,7 +281,6 @@ class BackwardLoop:
             raise told from error
         if shared is not None:
             self._exchange.attendance.note(shared.context.headers)
-            applied = shared.applied
             used = shared.context.used if applied else frozenset[str]()
             hooked = used
             if shared.plan is not None and not self.meets_hooks:
@@ -300,7 +299,8 @@ class BackwardLoop:
         for follower in self._followers:
             follower(outcome)
 
-    def _finish(self, step: Step, shared: SyncedStep | None) -> None:
+    def _finish(self, shared: SyncedStep | None) -> bool:
+        """Returns whether the step is shared and counts."""
         exchange, due_parts = self._exchange, self._running.due_parts
         try:
             self._complete(shared)
@@ -308,13 +308,15 @@ class BackwardLoop:
                 used = due_parts.used | due_parts.released
                 exchange.cadence.finish(due_parts, shared.context.used if shared else used)
                 exchange.unshared.clear()
-            if shared is not None and shared.applied:
-                if shared.task == NO_TASK:  # without a backward, the gradients are used
-                    self._tentative.nothing_left()
-                else:
-                    self._tentative.left(shared.context.used)
+            if shared is None or not shared.applied:
+                return False
+            if shared.task == NO_TASK:  # without a backward, the gradients are used
+                self._tentative.nothing_left()
+            else:
+                self._tentative.left(shared.context.used)
+            return True
         finally:
-            self._close_and_note(step)
+            self._close_and_note(shared)
 
     def _complete(self, shared: SyncedStep | None) -> None:
         if shared is not None:
@@ -326,11 +328,14 @@ class BackwardLoop:
         elif self._running.due_parts is not None and self._mishaps.skips_bad:
             self._mishaps.alone(self._at.stats.step)
 
-    def close(self, step: Step) -> None:
-        """Forgets a step that is over, and continues with what it has chosen and decided."""
+    def close(self, shared: SyncedStep | None) -> None:
+        """Forgets the step that is over, and continues with what it has chosen and decided.
+
+        Args:
+            shared: the step, if it sends messages to other sites.
+        """
         self._take_no_events()
         due_parts, exchange = self._running.end(), self._exchange
-        shared = step.shared
         if shared is not None:
             self._at.group.running.remove(self)
         exchange.forget_awaited()
@@ -341,9 +346,9 @@ class BackwardLoop:
         elif due_parts is not None and due_parts.due is not None:
             self._aftermath.follow_alone()
 
-    def _close_and_note(self, step: Step) -> None:
-        self.close(step)
-        if (shared := step.shared) is not None:
+    def _close_and_note(self, shared: SyncedStep | None) -> None:
+        self.close(shared)
+        if shared is not None:
             self._aftermath.note(shared)
 
     def _follow_up(self, step: SyncedStep) -> None:
@@ -353,8 +358,11 @@ class BackwardLoop:
 
     def _left(self) -> dict[str, tuple[Tensor, int]]:
         """Returns the gradients of now, with their counts of changes."""
-        found = ((name, watched.parameter.grad) for name, watched in self.watched.items())
-        return {name: (grad, grad._version) for name, grad in found if grad is not None}
+        return {
+            name: (grad, grad._version)
+            for name, watched in self.watched.items()
+            if (grad := watched.parameter.grad) is not None
+        }
 
     @untraced
     def _refuse_overwritten(self, left: Mapping[str, tuple[Tensor, int]]) -> None:

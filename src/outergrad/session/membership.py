@@ -49,10 +49,6 @@ class Membership:
         """True if the transport must not be used any more."""
         return self.group.lost is not None
 
-    def count(self, stats: Stats) -> None:
-        """Notes the figures of a step that is over."""
-        self.stats = stats
-
     def note_end(self, *, counted: bool) -> None:
         """Notes how the last step ended, for the failure reports of lost sites."""
         self.group.note_end(self.number, LastStep(self.stats.step, counted))

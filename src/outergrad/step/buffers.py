@@ -389,7 +389,7 @@ class SharedBuffers:
 
     def is_written(self) -> bool:
         """True if any buffer was written to since the sites agreed on it."""
-        return any(self._by_version()) or any(self.written())
+        return bool(self._places) and (any(self._by_version()) or any(self.written()))
 
     def _by_version(self) -> list[bool]:
         """Flags by versions; statistics go by the counter of PyTorch's norms, or by `training`."""

@@ -55,6 +55,9 @@ class CarriedOver:
         return rows + sum(map(rows_of, parts)), common
 
 
+NOTHING_LEFT = CarriedOver()
+
+
 class RowStore(dict[Slot, list[Factors]]):
     """Copies of rows by slot, kept while they pay and take no more memory than gradients.
 
@@ -133,13 +136,13 @@ class Captured:
         write: Write | None = None,
         carried_over: CarriedOver | None = None,
     ) -> None:
-        self.model, self.used, stacked = model, set(used), {}
+        self.model, self.used = model, set(used)
+        self._of_slot: dict[Slot, list[Callable[[], Factors]]] = {}
         if carried_over is not None and carried_over.stacked:
-            stacked = carried_over.stacked
+            self._of_slot = _known(carried_over.stacked)
             self.used |= carried_over.params
         self._blocks, self._write = Blocks() if blocks is None else blocks, write
         self._uses: list[tuple[Block, Use]] = []
-        self._of_slot = _known(stacked)
         self.has_autograd_grad: set[str] = set()
         self.settled: set[Source] = set()
         self.empty: set[Source] = set()

@@ -15,7 +15,7 @@ from outergrad.core.transport import Comm
 from outergrad.core.types import Slot
 from outergrad.messages.header import MOST_ROWS, BlockUse, Header, Join, SlotUse
 from outergrad.replay.block_message import Blocks
-from outergrad.step.captured import CarriedOver
+from outergrad.step.captured import NOTHING_LEFT, CarriedOver
 from outergrad.step.groups import on_transport
 
 
@@ -57,7 +57,7 @@ class Announced:
     trained: Set[str] = frozenset()
 
 
-_NOTHING_LEFT, _NONE = CarriedOver(), frozenset[str]()
+_NONE = frozenset[str]()
 
 
 @dataclass
@@ -148,7 +148,7 @@ class HeaderBuilder:
         slots, blocks = self._of_slots(), self._model.blocks
         of_slots, of_blocks = header.uses[: len(slots)], header.uses[len(slots) :]
         for entry, use in zip(slots, of_slots, strict=True):
-            now = self._use(entry, _NONE, _NOTHING_LEFT, used)
+            now = self._use(entry, _NONE, NOTHING_LEFT, used)
             if now is not use and now != use:
                 return False
         pairs = zip(blocks, of_blocks, strict=True)

@@ -11,7 +11,7 @@ from outergrad.commit.ballot import Decision
 from outergrad.core.errors import BadStepsError, SiteLostError
 from outergrad.events import Mishap
 from outergrad.linalg.finite import is_finite
-from outergrad.messages.vote import NOTHING, Verdict, Vote
+from outergrad.messages.vote import NOTHING, Subjects, Verdict, Vote
 from outergrad.step import param_grad
 
 _DISCARDED = (
@@ -32,6 +32,9 @@ class Mishaps:
         rank: rank of this site.
         most_bad: how many consecutive steps may be skipped; None if none is.
         tell: is given every event.
+
+    Attributes:
+        skips_bad: True if steps are skipped whose gradients are not finite.
     """
 
     def __init__(
@@ -42,19 +45,14 @@ class Mishaps:
         tell: Callable[[Mishap], None],
     ) -> None:
         self._params, self._rank, self._most_bad, self._tell = params, rank, most_bad, tell
-        self._bad = 0
+        self._bad, self.skips_bad = 0, most_bad is not None
 
-    @property
-    def skips_bad(self) -> bool:
-        """True if steps are skipped whose gradients are not finite."""
-        return self._most_bad is not None
-
-    def decided(self, decision: Decision, names: list[str]) -> None:
+    def decided(self, decision: Decision, subjects: Subjects) -> None:
         """Records the decision on a step.
 
         Args:
             decision: decision of all sites.
-            names: names of what votes can be about, by index.
+            subjects: what votes can be about.
 
         Raises:
             BadStepsError: on all sites, if too many steps were skipped.
@@ -62,7 +60,7 @@ class Mishaps:
         if decision.verdict != Verdict.BAD:
             self._bad = 0 if decision.good else self._bad
         vote = decision.vote
-        layer = "" if vote.param == NOTHING else names[vote.param]
+        layer = "" if vote.param == NOTHING else subjects.names[vote.param]
         if decision.verdict in _WHAT:
             self._record(vote.step, _WHAT[decision.verdict], decision.sites, layer)
         if decision.verdict == Verdict.BAD:

@@ -69,7 +69,11 @@ def overwrite(params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> 
 def replace(params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
     """`param.grad = gradient`, without a copy: the gradient is the loop's from then on."""
     for name, gradient in gradients.items():
-        put(params[name], gradient)
+        p = params[name]
+        if gradient.is_contiguous() and p.is_contiguous():  # `put` inlined
+            p.grad = gradient
+        else:
+            put(p, gradient)
 
 
 @torch.no_grad()

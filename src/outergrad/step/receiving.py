@@ -86,10 +86,6 @@ class Receiver:
     def place(self, place: str) -> None:
         self._awaited = place
 
-    def awaits(self, bucket: Bucket) -> None:
-        """Sets the message that this site waits for."""
-        self._awaited = bucket
-
     def _first(self, bucket: Bucket) -> str:
         return next(name for name in self.context.params if name in bucket.params)
 
@@ -160,7 +156,7 @@ class Receiver:
         with self.waiting():
             parts = context.comm.all_gather(sent, [len(sent)] * len(context.headers)).wait()
         told = [part.tolist() for part in parts]
-        ballot.note_sum(combined(total for *_, total in told))
+        ballot.note_sums(combined(total for *_, total in told))
         found = [n for n in own if n in context.used]
         for site, (header, (*flags, total)) in enumerate(zip(context.headers, told, strict=True)):
             if total != sum_of_words(flags):
@@ -187,7 +183,7 @@ class Receiver:
         self.place = "the buffers"
         try:
             gathered, receive = buffers.gathered, buffers.receive
-            ballot.note_sum(self._sound(receive, gathered, BUFFERS_PLACE))
+            ballot.note_sums(self._sound(receive, gathered, BUFFERS_PLACE))
         except RefusedError as error:
             ballot.refuse(error, buffers.first)
 
@@ -215,7 +211,7 @@ class Receiver:
             raise ExchangeError(str(error), (error.site,)) from error
 
     def _result(self, bucket: Bucket, pending: Pending, ballot: Ballot, place: int) -> Result:
-        result = Result(state=State.FAILED)
+        result = None
         with _Wait(self, bucket):
             try:
                 result = self._sound(pending.wait, pending.gathered, place)
@@ -227,8 +223,10 @@ class Receiver:
                 if self.ask_again is not None:  # the others may go on
                     raise ExchangeError(str(error), kind=Failure.LOCAL) from error
                 self.fail(error)
+        if result is None:
+            return Result(state=State.FAILED)
         if result.digest is not None:
-            ballot.note_sum(result.digest)
+            ballot.note_sums(result.digest)
         return result
 
     # -- into `param.grad` ----------------------------------------------------------------------
@@ -312,7 +310,7 @@ class _Wait:
     def __enter__(self) -> None:
         receiver, context = self._receiver, self._receiver.context
         if self._bucket is not None:
-            receiver.awaits(self._bucket)
+            receiver._awaited = self._bucket
         self._computed_s = context.layers.compress_s + context.layers.replay_s
         self._began = receiver.waits_since = time.perf_counter()
 

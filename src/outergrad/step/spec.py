@@ -17,7 +17,7 @@ from outergrad.planning.plan import Planner
 from outergrad.record.gauge import Reading
 from outergrad.replay.block_message import Blocks
 from outergrad.step.buffers import SharedBuffers
-from outergrad.step.captured import Captured, CarriedOver
+from outergrad.step.captured import NOTHING_LEFT, Captured, CarriedOver
 from outergrad.step.joint import JointStep
 from outergrad.step.step_plan import StepPlan
 from outergrad.step.transforming import Transforming, refuse_leftover
@@ -53,7 +53,7 @@ class StepSpec:
     header: Header
     task: int = NO_TASK
     used: Set[str] = frozenset()
-    carried_over: CarriedOver = field(default_factory=CarriedOver)
+    carried_over: CarriedOver = NOTHING_LEFT
     blocks: Blocks = field(default_factory=Blocks)
     joint: JointStep | None = None
     reading: Reading | None = None

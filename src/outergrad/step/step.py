@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
 
@@ -35,13 +34,12 @@ from outergrad.record.stats import Since, Stats
 from outergrad.step import param_grad
 from outergrad.step.bucket_view import BucketView
 from outergrad.step.buffer_message import BufferMessage
-from outergrad.step.groups import on_transport
+from outergrad.step.groups import MessageSequence, on_transport
 from outergrad.step.joint import JointStep, Point
 from outergrad.step.receiving import BUFFERS_PLACE, Last, Receiver, only
 from outergrad.step.spec import StepSpec
 from outergrad.step.step_plan import StepPlan
 
-_NOTHING = nullcontext()
 _NO_BUFFERS, _NO_MEAN_DELTAS = combined(()), combined(())
 """Digests of what was received where no buffers travelled, and no deltas."""
 
@@ -88,11 +86,13 @@ class SharedStep:
         self.decision: Decision | None = None
         self._model, self._planner, self.plan = model, planner, spec.plan
         self.captured = spec.captured()
-        self._transforming = spec.transforming(self.captured)
-        self._holds_back = self._transforming is not None and self._transforming.holds_back
+        transforming = None if spec.transform is None else spec.transforming(self.captured)
+        self._transforming = transforming
+        self._holds_back = transforming is not None and transforming.holds_back
         self._waiting = set(spec.used)
         """Parameters that the backward has still to reach."""
         self._buckets: Sequence[Bucket] = ()
+        self._expected: Sequence[Bucket] = ()
         self._place: Mapping[str, int] = {}
         self._left: list[int] = []
         """Number of parameters in each message that the backward has still to reach."""
@@ -153,6 +153,12 @@ class SharedStep:
 
     # -- messages start -------------------------------------------------------------------------
 
+    def ready_sink(self) -> Callable[[str], object]:
+        """Returns what takes names of ready parameters: `on_ready`, or less where that suffices."""
+        if self.choice is not None and len(self._buckets) == 1:
+            return self._waiting.discard  # the last message, here the only one, waits for the end
+        return self.on_ready
+
     def on_ready(self, name: str) -> None:
         """Starts messages in their fixed order, as far as they are ready.
 
@@ -197,7 +203,7 @@ class SharedStep:
             words = [part.tolist() for part in self._announced.wait()]
         ours = self.context.header
         headers = [Header.parse(w, ours, rank) for rank, w in enumerate(words)]
-        self._ballot.note_sum(digest(words))
+        self._ballot.note_sums(digest(words))
         self._adopt(headers)
         (self._joint or JointStep((), self._comm)).check([header.joint for header in headers])
         self._planner.header_cache.exchanged(headers)
@@ -208,25 +214,27 @@ class SharedStep:
         self.choice = self._planner.adopt(headers, self.context.used)
         packer = self._planner.packer
         self._buckets, self._place = packer.buckets(self.choice), packer.place
+        self._expected = _with_receives(self._buckets)
         self._left = [len(self._waiting & bucket.params) for bucket in self._buckets]
         self._is_optimistic = self._may_be_optimistic()
         buffers = BufferMessage(self._shared_buffers, self.context)
         self._buffers = buffers if buffers.sizes else None
         if all(header.alone for header in headers):  # else others' messages may come between
-            self._take_turn()
+            self._take_turn(on_transport(self._comm.key).turns)
 
     def _follow(self, plan: StepPlan) -> None:
         """Takes over the plan of the last step, from which nothing differs."""
         context = self.context
-        context.headers = plan.headers_of(context.header.step)
+        context.headers = [*plan.headers]  # a list of its own, as buckets look anew in each step
         context.used, context.share, context.scale = plan.used, plan.share, plan.scale
         self.choice, self._buckets, self._place = plan.choice, plan.buckets, plan.place
         self._left, self._is_optimistic = [*plan.counts], plan.is_optimistic
+        self._expected = plan.expected
         self.subjects = plan.subjects
         self._ballot = Ballot(self._comm, context.header, plan.subjects)
         if context.reading is None:
             self._receiver.views = plan.views
-        self._take_turn()
+        self._take_turn(plan.turns)
 
     def as_plan(self, headers: Sequence[Header], *, rests: bool) -> StepPlan | None:
         """Returns the plan for the next step; None if that one has to make its own.
@@ -264,6 +272,8 @@ class SharedStep:
             subjects=self.subjects,
             is_optimistic=self._is_optimistic,
             views=self._views(),
+            expected=self._expected,
+            turns=on_transport(context.comm.key).turns,
         )
 
     def _views(self) -> Sequence[BucketView | None]:
@@ -272,36 +282,25 @@ class SharedStep:
             return ()
         return [BucketView() if bucket.is_view else None for bucket in self._buckets]
 
-    def _take_turn(self) -> None:
+    def _take_turn(self, turns: MessageSequence) -> None:
         """Posts the receives of this step, and of the next one as if it were like this one."""
-        context, buffers = self.context, self._buffers
+        context, buffers, buckets = self.context, self._buffers, self._buckets
         own = context.header.fingerprint, () if buffers is None else tuple(buffers.sizes)
-        self.lengths = *own, [bucket.lengths(context) for bucket in self._buckets]
-        ahead = *own, [bucket.lengths_ahead(context) for bucket in self._buckets]
-        turn, expected = on_transport(self._comm.key).turns.begin(self.lengths, ahead)
+        lengths = [bucket.lengths(context) for bucket in buckets]
+        pairs = zip(buckets, lengths, strict=True)
+        ahead = [b.lengths_ahead(context) if b.looks_ahead else length for b, length in pairs]
+        self.lengths = *own, lengths
+        turn, expected = turns.begin(self.lengths, (*own, ahead))
         self._comm.take_turn(turn)
         for expected_turn in expected:
-            for bucket in self._with_receives():
-                expect = bucket.expect if expected_turn == turn else bucket.expect_ahead
+            for bucket in self._expected:
+                is_ahead = bucket.looks_ahead and expected_turn != turn
+                expect = bucket.expect_ahead if is_ahead else bucket.expect
                 expect(context, expected_turn)
             if buffers is not None:
                 buffers.expect(expected_turn)
         if self._votes.are_due or not self._is_optimistic:  # votes follow these messages
             self._ballot.expect(turn)
-
-    def _with_receives(self) -> Iterator[Bucket]:
-        """Yields the buckets whose receives are posted: no sums behind one that has none posted.
-
-        A sum takes the first receive that is posted for sums of its turn. So sketches of two rounds
-        would take that of the gradients behind them, which are in messages of their own where they
-        have other dtypes or are too large to go along. These lose no time: the second round is
-        waited for behind them, and takes as many delays.
-        """
-        all_expected = True
-        for bucket in self._buckets:
-            if all_expected or not bucket.adds_up:
-                yield bucket
-            all_expected = all_expected and bucket.is_expected
 
     def _start(self) -> None:
         bucket = self._buckets[len(self._sent)]
@@ -319,8 +318,12 @@ class SharedStep:
             if self._transforming is not None:
                 self._transforming.apply(bucket.params)
             self.captured.settle_all(bucket.dense_params)
-        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
+        had_grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # as in `_pass`
+        try:
             self._sent.append((bucket, bucket.start(self.context)))
+        finally:
+            torch._C._set_grad_enabled(had_grad)
 
     def _start_rest(self) -> None:
         self.agreed()
@@ -453,11 +456,12 @@ class SharedStep:
             self._prepare_views()
         receiver.start_second_rounds(self._sent)
         last = receiver.receive(self._sent, ballot)
+        deltas = _NO_MEAN_DELTAS if self._joint is None else self._joint.digest
         if self._buffers is not None:
             receiver.receive_buffers(self._buffers, ballot)
+            ballot.note_sums(deltas)
         else:
-            ballot.note_sum(_NO_BUFFERS)
-        ballot.note_sum(_NO_MEAN_DELTAS if self._joint is None else self._joint.digest)
+            ballot.note_sums(_NO_BUFFERS, deltas)
         self._count_before()
         if self.needs_no_votes:
             return self._applied_at_once(last)
@@ -494,7 +498,7 @@ class SharedStep:
 
     def _prepare_views(self) -> None:
         """Does what needs none of the sums while these travel."""
-        int(self._votes.digest)  # computes the digest of the steps before
+        self._votes.digest = int(self._votes.digest)  # of the steps before: computed now
         for view, (_, pending) in zip(self._receiver.views, self._sent, strict=True):
             if view is not None:
                 view.prepare(self.context.params, only(pending.sums, self.context.used))
@@ -511,9 +515,9 @@ class SharedStep:
 
     def _count_before(self) -> None:
         """Counts the votes on the step before, which this site has applied without them."""
-        self._receiver.place = "the other sites' votes on the step before"
-        with self._receiver.waiting():
-            self.drift = self.drift or self._votes.count(self.context.header.step)
+        receiver, step = self._receiver, self.context.header.step
+        receiver.place = "the other sites' votes on the step before"
+        self.drift = self.drift or self._votes.count(step, receiver.waiting)
 
     def _applied_at_once(self, last: Last | None) -> Decision:
         assert self._participant is not None
@@ -623,3 +627,19 @@ class SharedStep:
         self._shared_buffers.take(self._shared_buffers.named(brought.buffers))
         self.context.used = frozenset(written | means.keys() | additions.keys())
         self.context.reading, self._buffers = None, None
+
+
+def _with_receives(buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+    """Returns the buckets whose receives are posted: no sums behind one that has none posted.
+
+    A sum takes the first receive that is posted for sums of its turn. So sketches of two rounds
+    would take that of the gradients behind them, which are in messages of their own where they
+    have other dtypes or are too large to go along. These lose no time: the second round is
+    waited for behind them, and takes as many delays.
+    """
+    found, all_expected = [], True
+    for bucket in buckets:
+        if all_expected or not bucket.adds_up:
+            found.append(bucket)
+        all_expected = all_expected and bucket.is_expected
+    return found

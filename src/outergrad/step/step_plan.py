@@ -10,6 +10,7 @@ from outergrad.core.model import Choice
 from outergrad.messages.header import Header
 from outergrad.messages.vote import Subjects
 from outergrad.step.bucket_view import BucketView
+from outergrad.step.groups import MessageSequence
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class StepPlan:
         subjects: parameters and buffers that votes can name.
         is_optimistic: True if the step is committed before the votes.
         views: for each message, makes its sums the gradients; empty if steps wait for votes.
+        expected: messages whose receives are posted.
+        turns: message sequence of the transport.
     """
 
     headers: Sequence[Header]
@@ -47,7 +50,5 @@ class StepPlan:
     subjects: Subjects
     is_optimistic: bool
     views: Sequence[BucketView | None]
-
-    def headers_of(self, step: int) -> list[Header]:
-        """Returns the headers of all sites in a step that follows the plan."""
-        return [header.of_step(step) for header in self.headers]
+    expected: Sequence[Bucket]
+    turns: MessageSequence

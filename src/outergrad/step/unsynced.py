@@ -46,6 +46,10 @@ class UnsyncedStep:
     def note_written(self, name: str) -> None:
         """Notes nothing: what a backward wrote itself is in the sum of several passes."""
 
+    def ready_sink(self) -> Callable[[str], object]:
+        """Returns what takes names of parameters for which the backward has nothing more."""
+        return self._sink
+
     def on_ready(self, name: str) -> None:
         """Reports that the backward has nothing more for a parameter."""
         self._sink(name)

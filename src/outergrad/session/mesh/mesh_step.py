@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -178,6 +178,10 @@ class MeshStep:
     def note_written(self, name: str) -> None:
         """Notes that a backward wrote to `param.grad` itself."""
         self.captured.has_autograd_grad.add(name)
+
+    def ready_sink(self) -> Callable[[str], object]:
+        """Returns what takes names of ready parameters."""
+        return self.on_ready
 
     def on_ready(self, name: str) -> None:
         """Does nothing: nothing is sent before the end of backward."""
