@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from outergrad.comm.failure_report import FailureReport
@@ -363,7 +364,7 @@ class CommittingSite(Site):
         if self.outcome is None:
             yield from self._agree(error)
         while self.outcome is None:
-            yield FOREVER
+            yield FOREVER, lambda: self.outcome
         self._votes.on(Event.FORGETS)
         found, content = self.outcome.findings, self.outcome.content
         if content is not None:
@@ -413,9 +414,10 @@ class CommittingSite(Site):
     def _watch(self, epoch: Epoch) -> Waiting[None]:
         """Hears of trouble, of questions and of sites that come, even while this site computes."""
         changes, waiting = 0, set[int]()
+        is_new = lambda seen: epoch.store.changes != seen  # noqa: E731
         while self._is_watching(epoch):
             while epoch.store.changes == changes and not waiting & set(range(self.made + 1)):
-                yield FOREVER if not waiting else self.world.now + 0.05
+                yield self.world.now + 0.05 if waiting else (FOREVER, partial(is_new, changes))
             changes = epoch.store.changes
             with suppress(BoardGoneError, StoreGoneError):
                 if (yield from self._is_in_trouble()) and self._is_watching(epoch):
@@ -453,11 +455,11 @@ class CommittingSite(Site):
     def _answer_requests(self, epoch: Epoch) -> Waiting[None]:
         network, rank = epoch.network, self.rank
         others = [other for other in range(len(epoch.names)) if other != rank]
+        inboxes = [network.inbox(rank, other, _AGAIN) for other in others]
         while epoch is self.epoch:
-            for other in others:
-                asked = network.inbox(rank, other, _AGAIN)
+            for other, asked in zip(others, inboxes, strict=True):
                 while asked:
                     asked.popleft()
                     if other not in network.closed[rank]:
                         network.send(rank, other, _ANSWERS, None)
-            yield FOREVER
+            yield FOREVER, partial(any, inboxes)

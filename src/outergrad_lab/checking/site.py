@@ -236,13 +236,15 @@ class Site(ABC):
         """Receives the next message of a lane from one site, within T."""
         until, inbox = self.world.now + self.patience_s, self.network.inbox(self.rank, other, lane)
         sites = () if self.trial.sums and lane == MESSAGES and len(self.others) > 1 else (other,)
+        closed = self.network.closed[self.rank]
+        is_there = lambda: inbox or other in closed  # noqa: E731
         while not inbox:
-            if other in self.network.closed[self.rank]:
+            if other in closed:
                 raise ExchangeError("closed", sites, kind=Failure.CLOSED)
             if self.world.now >= until:
                 self.network.close_all(self.rank)  # so does gloo
                 if self.blames_itself and self.world.now > until + _STILL_S:
                     raise ExchangeError("this site stood still", kind=Failure.LOCAL)
                 raise ExchangeError("timed out", sites, kind=Failure.TIMEOUT)
-            yield until
+            yield until, is_there
         return inbox.popleft()
