@@ -16,7 +16,7 @@ from typing import Any
 
 from outergrad.comm.failure_report import FailureReport
 from outergrad.commit.agreement import TROUBLE, Agreement, Outcome
-from outergrad.commit.digests import AllHaveMade, Digests, farewell_of
+from outergrad.commit.digests import AllHaveMade, Digests
 from outergrad.commit.joining import hear_of_coming, is_join_due, joined
 from outergrad.commit.lost import standing_of
 from outergrad.commit.machine import (
@@ -205,7 +205,7 @@ class CommittingSite(Site):
     def _exchange(self) -> Waiting[set[int]]:
         """Goes through the messages of a step, and makes it; returns whose messages it has."""
         step, began, waits = len(self._history), self.world.now, self._waits_for_votes
-        self._parts = frozenset()
+        self._parts, self.longest_wait_s = frozenset(), 0.0
         if not waits:
             self._sends()
         yield from self.send(MESSAGES, step)
@@ -223,7 +223,8 @@ class CommittingSite(Site):
             yield from self.send(_VOTES, self.made)
             yield from self._count(self.made)
         yield from self._refuse_if_given_up(began)
-        if self.machine.make():
+        actions, self.longest_wait_s = self.machine.make(), 0.0
+        if actions:
             raise ExchangeError("the others gave up", kind=Failure.CLOSED)
         if waits:
             self._kept = _Result(step, None)
@@ -303,18 +304,13 @@ class CommittingSite(Site):
         try:
             yield from self._perform(self._votes.on(Event.SETTLES))
         except ExchangeError as error:
-            if error.kind != Failure.CLOSED or not (yield from self._have_all_ended()):
+            digests = self._digests_now()
+            yield from performed(self.store, self.process, digests.take_farewells())
+            if error.kind != Failure.CLOSED or digests.missing:
                 raise
             yield from self._perform(self._votes.on(Event.ENDED))
         if not at_end:
             yield from self._perform(self._votes.on(Event.MEETS))
-
-    def _have_all_ended(self) -> Waiting[bool]:
-        for other in self.others:
-            asking = farewell_of(other, self.made)
-            if (yield from performed(self.store, self.process, asking)) is None:
-                return False
-        return True
 
     def _compare(self) -> Waiting[None]:
         """Waits until all have made as many steps, by the library's final barrier."""

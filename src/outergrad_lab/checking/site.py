@@ -83,6 +83,7 @@ class Site(ABC):
         rank: rank among them.
         others: ranks of the others, in the order in which a site of `TorchComm` waits for them.
         blames_itself: whether it knows, when a wait has taken too long, that it stood still.
+        longest_wait_s: seconds of its longest wait in the step under way, before the current one.
         ending: report on how it ended.
     """
 
@@ -98,6 +99,7 @@ class Site(ABC):
         self.rank, self.others = self.name, list[int]()
         self.ending = Ending()
         self._waits_since: float | None = None
+        self.longest_wait_s = 0.0
         self._damaged = {
             (f.step, f.site) for f in trial.faults if f.kind == "damage" and f.other == self.name
         }
@@ -224,13 +226,14 @@ class Site(ABC):
             error.waited_s = self.world.now - began
             raise
         finally:
-            self._waits_since = None
+            self.longest_wait_s, self._waits_since = self.waits_s, None
         return found
 
     @property
     def waits_s(self) -> float:
-        """Seconds for which it has waited in the current receive; 0 if there is none."""
-        return 0.0 if self._waits_since is None else self.world.now - self._waits_since
+        """Seconds of its longest wait in the step, the current one included."""
+        since = self._waits_since
+        return max(self.longest_wait_s, 0.0 if since is None else self.world.now - since)
 
     def receive(self, lane: int, other: int) -> Waiting[object]:
         """Receives the next message of a lane from one site, within T."""
