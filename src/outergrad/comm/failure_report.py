@@ -46,7 +46,8 @@ class FailureReport:
         voted: whether the site voted that this step may count.
         silent: sites that it waited for in vain.
         gone: sites that closed their connections: a site leaves its report before it does so.
-        waited_s: seconds that it had waited when it aborted: a site that is late has not waited.
+        waited_s: seconds of its longest wait in the step in which it aborted: a site that is late
+            has not waited.
         ends: last step of each session on the group, by the session's fingerprint.
         why: the site's own error, if it aborted because of one.
         timed_out: whether it aborted because it had waited for too long.

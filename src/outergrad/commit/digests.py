@@ -63,6 +63,12 @@ class Digests:
         """Records the digests of a site, by session."""
         self._found[site] = digests
 
+    def take_farewells(self) -> Asking[None]:
+        """Reads the digests of sites that have ended in order, after as many steps."""
+        for site in self.missing:
+            if (word := (yield from farewell_of(site, self.made))) is not None:
+                self.take(site, word.digests)
+
     def say_read(self) -> Asking[None]:
         """Publishes that this site has read the digests of all."""
         yield First(_read_slot(self._rank, self.made), _READ)
@@ -137,7 +143,7 @@ class AllHaveMade:
                 if (yield Gone(site)):
                     gone.add(site)
             yield from digests.look()
-            yield from self._take_farewells()
+            yield from digests.take_farewells()
             if late := gone.intersection(digests.missing):
                 raise ExchangeError(Failure.CLOSED.value, sorted(late), kind=Failure.CLOSED)
             if digests.missing and waited_s > limit_s:
@@ -154,12 +160,6 @@ class AllHaveMade:
             yield from digests.say_read()
             if stays_s is not None:
                 yield from self._stay(stays_s)
-
-    def _take_farewells(self) -> Asking[None]:
-        for site in self._digests.missing:
-            word = yield from farewell_of(site, self._digests.made)
-            if word is not None:
-                self._digests.take(site, word.digests)
 
     def _stay(self, limit_s: float) -> Asking[None]:
         """Waits until the others have read, because the board may end when this site goes on."""

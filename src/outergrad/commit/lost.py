@@ -172,14 +172,16 @@ def _late_in_sum(found: Mapping[int, FailureReport]) -> set[int]:
     """Returns the site that is late in an all-reduce, where nobody knows for whom it waits.
 
     A late site has not sent its part, and has not waited until the timeout itself. If it was
-    suspended in the send, it has not waited for long when the others abort.
+    suspended in the send, it has not waited for long when the others abort. One that got the late
+    part an instant before waits no more, but it has waited in this step.
     """
     least, longest_s = min(o.made for o in found.values()), max(o.waited_s for o in found.values())
     level = {site: one for site, one in found.items() if one.made == least}
     unsent = [site for site, one in level.items() if not (one.sent or one.timed_out)]
     still = [site for site, one in level.items() if one.waited_s < longest_s / 2]
-    order = sorted(unsent or still, key=lambda site: found[site].waited_s)
-    if not unsent and len(order) > 1 and 2 * found[order[0]].waited_s > found[order[1]].waited_s:
+    late = [site for site in unsent if site in still]  # one that waits for votes has not sent, too
+    order = sorted(late or still or unsent, key=lambda site: found[site].waited_s)
+    if not late and len(order) > 1 and 2 * found[order[0]].waited_s > found[order[1]].waited_s:
         return set()  # several have waited about as long: any name would be a guess
     return set(order[:1])
 

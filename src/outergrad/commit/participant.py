@@ -36,7 +36,7 @@ class Kept(Protocol):
 
     @property
     def waits_s(self) -> float:
-        """Seconds since the current wait of this site began; 0 outside of waits."""
+        """Seconds of this site's longest wait in the step, the current one included."""
         ...
 
     def brought(self) -> StepResult | None:
@@ -135,7 +135,7 @@ class CommitParticipant:
         with self._lock:
             if self._machine.make():
                 raise _given_up()
-            self.session = session
+            self.session, self._current = session, None
             self._last = _Step(applied, None if step is None else ref(step))
             if digest is not None:
                 self._note_digest(session, digest)

@@ -9,7 +9,7 @@ from functools import partial
 
 from outergrad.commit.agreement import ANSWERS_S, STAYS_S
 from outergrad.commit.board_io import performed
-from outergrad.commit.digests import AllHaveMade, farewell_of
+from outergrad.commit.digests import AllHaveMade
 from outergrad.commit.lost import named
 from outergrad.core.errors import BoardGoneError, DriftError, ExchangeError, Failure, SiteLostError
 from outergrad.session.core import Core
@@ -94,7 +94,7 @@ class FinalBarrier:
         try:
             return self._votes.settle(compare)
         except ExchangeError as error:
-            if error.kind != Failure.CLOSED or not all(map(self._has_ended, self._at.others)):
+            if error.kind != Failure.CLOSED or not self._are_all_known():
                 raise
             return self._votes.settle_without_votes(compare)
 
@@ -120,12 +120,14 @@ class FinalBarrier:
         told = f"{error}{who}, so that nothing can be compared"
         return ExchangeError(told, held, kind=Failure.LOCAL)
 
-    def _has_ended(self, site: int) -> bool:
-        """True if a site has ended in order, after as many steps as this one."""
-        board, made = self._at.comm.board, self._at.group.participant.made
-        if board is None:
+    def _are_all_known(self) -> bool:
+        """True if the digests of all are there; the board may end before these are asked again."""
+        comm = self._at.comm
+        if comm.board is None:
             return False
-        return performed(board, farewell_of(site, made), self._at.number) is not None
+        digests = self._at.group.participant.digests_of_all(comm)
+        performed(comm.board, digests.take_farewells(), self._at.number)
+        return not digests.missing
 
     def _unknown(
         self, about: str, lost: Sequence[int], error: BaseException | None

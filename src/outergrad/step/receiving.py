@@ -50,6 +50,7 @@ class Receiver:
         written: parameters of messages that were written.
         context: context of the step.
         waits_since: when the current wait of this site began; None outside of waits.
+        longest_s: seconds of its longest wait before that.
         ask_again: requests damaged messages again, in a step that nobody may refuse.
     """
 
@@ -59,6 +60,7 @@ class Receiver:
         self._awaited: Bucket | str = "the headers"
         self.wait_s = 0.0
         self.waits_since: float | None = None
+        self.longest_s = 0.0
         self.error: Exception | None = None
         self.written: set[str] = set()
         self.ask_again: AskAgain | None = None
@@ -95,9 +97,9 @@ class Receiver:
 
     @property
     def waits_s(self) -> float:
-        """Seconds since the current wait of this site began; 0 outside of waits."""
+        """Seconds of this site's longest wait in the step, the current one included."""
         since = self.waits_since
-        return 0.0 if since is None else time.perf_counter() - since
+        return max(self.longest_s, 0.0 if since is None else time.perf_counter() - since)
 
     def waiting(self) -> _Wait:
         """Context in which this site waits."""
@@ -318,6 +320,7 @@ class _Wait:
         receiver, context = self._receiver, self._receiver.context
         receiver.waits_since = None
         waited_s = time.perf_counter() - self._began
+        receiver.longest_s = max(receiver.longest_s, waited_s)
         if self._bucket is not None:
             waited_s -= context.layers.compress_s + context.layers.replay_s - self._computed_s
             context.waits.append((self._bucket.params, waited_s))

@@ -483,7 +483,7 @@ class SharedStep:
 
     @property
     def waits_s(self) -> float:
-        """Seconds since the current wait of this site began; 0 outside of waits."""
+        """Seconds of this site's longest wait in the step, the current one included."""
         return self._receiver.waits_s
 
     def _may_be_optimistic(self) -> bool:

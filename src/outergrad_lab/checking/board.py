@@ -37,8 +37,8 @@ def performed(store: Store, process: Process, asking: Asking[T]) -> Waiting[T]:
         request = next(asking)
         while True:
             if isinstance(request, Rest):
-                while store.changes == changes and process.world.now < request.until:
-                    yield request.until
+                if store.changes == changes and process.world.now < request.until:
+                    yield request.until, lambda seen=changes: store.changes != seen
                 rested = True
                 request = next(asking)
                 continue

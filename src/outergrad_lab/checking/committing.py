@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from outergrad.comm.failure_report import FailureReport
 from outergrad.commit.agreement import TROUBLE, Agreement, Outcome
-from outergrad.commit.digests import AllHaveMade, Digests, farewell_of
+from outergrad.commit.digests import AllHaveMade, Digests
 from outergrad.commit.joining import hear_of_coming, is_join_due, joined
 from outergrad.commit.lost import standing_of
 from outergrad.commit.machine import (
@@ -204,7 +205,7 @@ class CommittingSite(Site):
     def _exchange(self) -> Waiting[set[int]]:
         """Goes through the messages of a step, and makes it; returns whose messages it has."""
         step, began, waits = len(self._history), self.world.now, self._waits_for_votes
-        self._parts = frozenset()
+        self._parts, self.longest_wait_s = frozenset(), 0.0
         if not waits:
             self._sends()
         yield from self.send(MESSAGES, step)
@@ -222,7 +223,8 @@ class CommittingSite(Site):
             yield from self.send(_VOTES, self.made)
             yield from self._count(self.made)
         yield from self._refuse_if_given_up(began)
-        if self.machine.make():
+        actions, self.longest_wait_s = self.machine.make(), 0.0
+        if actions:
             raise ExchangeError("the others gave up", kind=Failure.CLOSED)
         if waits:
             self._kept = _Result(step, None)
@@ -302,18 +304,13 @@ class CommittingSite(Site):
         try:
             yield from self._perform(self._votes.on(Event.SETTLES))
         except ExchangeError as error:
-            if error.kind != Failure.CLOSED or not (yield from self._have_all_ended()):
+            digests = self._digests_now()
+            yield from performed(self.store, self.process, digests.take_farewells())
+            if error.kind != Failure.CLOSED or digests.missing:
                 raise
             yield from self._perform(self._votes.on(Event.ENDED))
         if not at_end:
             yield from self._perform(self._votes.on(Event.MEETS))
-
-    def _have_all_ended(self) -> Waiting[bool]:
-        for other in self.others:
-            asking = farewell_of(other, self.made)
-            if (yield from performed(self.store, self.process, asking)) is None:
-                return False
-        return True
 
     def _compare(self) -> Waiting[None]:
         """Waits until all have made as many steps, by the library's final barrier."""
@@ -363,7 +360,7 @@ class CommittingSite(Site):
         if self.outcome is None:
             yield from self._agree(error)
         while self.outcome is None:
-            yield FOREVER
+            yield FOREVER, lambda: self.outcome
         self._votes.on(Event.FORGETS)
         found, content = self.outcome.findings, self.outcome.content
         if content is not None:
@@ -413,9 +410,10 @@ class CommittingSite(Site):
     def _watch(self, epoch: Epoch) -> Waiting[None]:
         """Hears of trouble, of questions and of sites that come, even while this site computes."""
         changes, waiting = 0, set[int]()
+        is_new = lambda seen: epoch.store.changes != seen  # noqa: E731
         while self._is_watching(epoch):
             while epoch.store.changes == changes and not waiting & set(range(self.made + 1)):
-                yield FOREVER if not waiting else self.world.now + 0.05
+                yield self.world.now + 0.05 if waiting else (FOREVER, partial(is_new, changes))
             changes = epoch.store.changes
             with suppress(BoardGoneError, StoreGoneError):
                 if (yield from self._is_in_trouble()) and self._is_watching(epoch):
@@ -453,11 +451,11 @@ class CommittingSite(Site):
     def _answer_requests(self, epoch: Epoch) -> Waiting[None]:
         network, rank = epoch.network, self.rank
         others = [other for other in range(len(epoch.names)) if other != rank]
+        inboxes = [network.inbox(rank, other, _AGAIN) for other in others]
         while epoch is self.epoch:
-            for other in others:
-                asked = network.inbox(rank, other, _AGAIN)
+            for other, asked in zip(others, inboxes, strict=True):
                 while asked:
                     asked.popleft()
                     if other not in network.closed[rank]:
                         network.send(rank, other, _ANSWERS, None)
-            yield FOREVER
+            yield FOREVER, partial(any, inboxes)

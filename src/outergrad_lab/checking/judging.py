@@ -131,7 +131,21 @@ def _misnamed(trial: Trial, left: dict[int, Ending]) -> list[str]:
         f"site {rank} {one}"
         for rank, one in left.items()
         if one.lost is not None and rank not in blamed and not set(one.lost) <= blamed
+        if not _are_both_ahead(trial, left, one.lost)
     ]
+
+
+def _are_both_ahead(trial: Trial, left: dict[int, Ending], named: tuple[int, ...]) -> bool:
+    """True if nobody can tell the one site that is named from one that stood still in a sum.
+
+    That one stood still for T or longer, and then sent its part to the other. Both have made the
+    step and are in the next one when a third gives up.
+    """
+    still = {f.site for f in trial.faults if f.kind == "pause" and f.for_s >= trial.timeout_s}
+    if not trial.sums or len(named) != 1 or named[0] not in left:
+        return False
+    made = left[named[0]].applied
+    return made > 0 and any(site in left and left[site].applied == made for site in still)
 
 
 def _uncompared(trial: Trial, left: dict[int, Ending]) -> list[str]:

@@ -143,7 +143,7 @@ class Store:
         while not answers:
             if world.now >= until:
                 raise StoreGoneError
-            yield until
+            yield until, answers.__len__
         return answers[0]
 
     def set(self, key: str, value: object) -> None:

@@ -83,6 +83,7 @@ class Site(ABC):
         rank: rank among them.
         others: ranks of the others, in the order in which a site of `TorchComm` waits for them.
         blames_itself: whether it knows, when a wait has taken too long, that it stood still.
+        longest_wait_s: seconds of its longest wait in the step under way, before the current one.
         ending: report on how it ended.
     """
 
@@ -98,6 +99,7 @@ class Site(ABC):
         self.rank, self.others = self.name, list[int]()
         self.ending = Ending()
         self._waits_since: float | None = None
+        self.longest_wait_s = 0.0
         self._damaged = {
             (f.step, f.site) for f in trial.faults if f.kind == "damage" and f.other == self.name
         }
@@ -224,25 +226,28 @@ class Site(ABC):
             error.waited_s = self.world.now - began
             raise
         finally:
-            self._waits_since = None
+            self.longest_wait_s, self._waits_since = self.waits_s, None
         return found
 
     @property
     def waits_s(self) -> float:
-        """Seconds for which it has waited in the current receive; 0 if there is none."""
-        return 0.0 if self._waits_since is None else self.world.now - self._waits_since
+        """Seconds of its longest wait in the step, the current one included."""
+        since = self._waits_since
+        return max(self.longest_wait_s, 0.0 if since is None else self.world.now - since)
 
     def receive(self, lane: int, other: int) -> Waiting[object]:
         """Receives the next message of a lane from one site, within T."""
         until, inbox = self.world.now + self.patience_s, self.network.inbox(self.rank, other, lane)
         sites = () if self.trial.sums and lane == MESSAGES and len(self.others) > 1 else (other,)
+        closed = self.network.closed[self.rank]
+        is_there = lambda: inbox or other in closed  # noqa: E731
         while not inbox:
-            if other in self.network.closed[self.rank]:
+            if other in closed:
                 raise ExchangeError("closed", sites, kind=Failure.CLOSED)
             if self.world.now >= until:
                 self.network.close_all(self.rank)  # so does gloo
                 if self.blames_itself and self.world.now > until + _STILL_S:
                     raise ExchangeError("this site stood still", kind=Failure.LOCAL)
                 raise ExchangeError("timed out", sites, kind=Failure.TIMEOUT)
-            yield until
+            yield until, is_there
         return inbox.popleft()

@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Generator
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from heapq import heappop, heappush
 from typing import Any, TypeVar
 
-T = TypeVar("T")
-Waiting = Generator[float, None, T]
-"""Program that yields the times until which it waits, and returns a result."""
-
 FOREVER = math.inf
+
+
+T = TypeVar("T")
+Waiting = Generator[float | tuple[float, Callable[[], object]], None, T]
+"""Program that yields the times until which it waits, and returns a result.
+
+With a time it may yield a function: then it is resumed earlier only where that returns something
+true. To ask is cheaper than to resume.
+"""
 
 
 class World:
@@ -31,23 +37,36 @@ class World:
         now: seconds since the beginning.
         dice: source of all randomness.
         lines: trace of what has happened, one line per event.
+        due: events that happen now, one after the other.
     """
 
     def __init__(self, seed: object, *, traced: bool = False) -> None:
         self.now, self.dice = 0.0, random.Random(repr(seed))
         self._traced, self.lines = traced, list[str]()
-        self._events: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+        self._later: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+        self.due = deque[tuple[Callable[..., object], tuple[Any, ...]]]()
         self._count = 0
 
     def at(self, when: float, do: Callable[..., object], *args: Any) -> None:
         """Schedules an event; events due at the same time happen in the order of calls."""
-        self._count += 1
-        heappush(self._events, (when, self._count, do, args))
+        if when <= self.now:
+            self.due.append((do, args))
+        else:
+            self._count += 1
+            heappush(self._later, (when, self._count, do, args))
 
     def run(self, until: float) -> None:
         """Runs events until none is left, or the clock reaches `until`."""
-        while self._events and self._events[0][0] <= until:
-            self.now, _, do, args = heappop(self._events)
+        later, due = self._later, self.due
+        while True:
+            while due:
+                do, args = due.popleft()
+                do(*args)
+            if not later or later[0][0] > until:
+                return
+            self.now, _, do, args = heappop(later)
+            while later and later[0][0] == self.now:
+                due.append(heappop(later)[2:])
             do(*args)
 
     def note(self, site: int | str, what: str) -> None:
@@ -68,8 +87,9 @@ class Process:
         alive: whether it runs, or is paused.
         paused: whether it is paused.
         paused_s: seconds for which it has been paused so far.
-        turns: number of resumptions of its first program.
-        at_turn: events at some of these resumptions.
+        wakes: number of times that something has happened at it.
+        turns: number of times that its first program has looked, while `at_turn` has events left.
+        at_turn: events at some of these times.
         on_end: functions that are called when it ends.
     """
 
@@ -78,18 +98,38 @@ class Process:
         self.alive, self.paused, self.paused_s, self._since = True, False, 0.0, 0.0
         self._programs: list[_Program] = []
         self._held: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
-        self.turns, self.at_turn = 0, dict[int, Callable[[], object]]()
+        self.wakes, self.turns, self.at_turn = 0, 0, dict[int, Callable[[], object]]()
         self.on_end: list[Callable[[], object]] = []
 
     def start(self, program: Waiting[None]) -> None:
         """Starts a program beside the others of the process."""
-        self._programs.append(_Program(self, program, is_first=not self._programs))
-        self._programs[-1].wake()
+        self._programs.append(_Program(self, program))
+        self._wake(self._programs[-1:])
 
     def wake(self) -> None:
-        """Resumes all programs, so that they check again what they wait for."""
-        for program in self._programs:
-            program.wake()
+        """Lets all programs check again what they wait for."""
+        self._wake(self._programs)
+
+    def _wake(self, programs: Sequence[_Program]) -> None:
+        self.wakes += 1
+        self.world.due.append((self.look, (programs, self.wakes)))
+
+    def look(self, programs: Sequence[_Program], wake: int) -> None:
+        """Resumes those programs that find something, and have not looked since that wake."""
+        for program in programs:
+            if wake <= program.looked:
+                continue
+            if not self.alive or self.paused:
+                return
+            if self.at_turn and program is self._programs[0]:
+                self.turns += 1
+                if (happens := self.at_turn.pop(self.turns, None)) is not None:
+                    happens()
+                    self._wake((program,))
+                    continue
+            program.looked = self.wakes
+            if program.until <= self.world.now or program.is_there():
+                program.resume()
 
     def reached_by(self, do: Callable[..., object], *args: Any) -> None:
         """Delivers an event from outside: after a pause, and never once the process has ended."""
@@ -131,32 +171,50 @@ class Process:
 
     def sleep(self, for_s: float) -> Waiting[None]:
         """Waits for some time, whatever happens."""
-        until = self.world.now + for_s
-        while self.world.now < until:
-            yield until
+        yield self.world.now + for_s, _never
+
+
+def _always() -> bool:
+    return True
+
+
+def _never() -> bool:
+    return False
+
+
+_ENDED = FOREVER, _never
 
 
 class _Program:
-    def __init__(self, process: Process, program: Waiting[None], *, is_first: bool) -> None:
-        self._process, self._program, self._is_first = process, program, is_first
-        self._waits = 0
+    """A program of a process.
 
-    def wake(self) -> None:
-        world = self._process.world
-        world.at(world.now, self._resume, self._waits)
+    Attributes:
+        until: time until which it waits.
+        is_there: returns something true if it need not wait any longer.
+        looked: number of wakes of its process when it was last asked.
+    """
 
-    def _resume(self, wait: int) -> None:
-        process = self._process
-        if wait != self._waits or not process.alive or process.paused:
+    def __init__(self, process: Process, program: Waiting[None]) -> None:
+        self._process, self._program, self._rings = process, program, FOREVER
+        self.until, self.is_there, self.looked = 0.0, _always, process.wakes
+
+    def resume(self) -> None:
+        """Resumes the program until it waits again, or ends."""
+        waits = next(self._program, _ENDED)
+        self.until, self.is_there = waits if isinstance(waits, tuple) else (waits, _always)
+        self._set_clock()
+
+    def _set_clock(self) -> None:
+        """Has it looked after at its time; one event serves many waits."""
+        if self.until < self._rings:
+            self._rings, world = self.until, self._process.world
+            world.at(max(self._rings, world.now), self._ring, self._rings)
+
+    def _ring(self, time: float) -> None:
+        if time != self._rings:
             return
-        if self._is_first:
-            process.turns += 1
-            happens = process.at_turn.pop(process.turns, None)
-            if happens is not None:
-                happens()
-                process.world.at(process.world.now, self._resume, wait)
-                return
-        self._waits += 1
-        until = next(self._program, None)
-        if until is not None and until < FOREVER:
-            process.world.at(max(until, process.world.now), self._resume, self._waits)
+        self._rings, process = FOREVER, self._process
+        if self.until <= process.world.now:
+            process.look((self,), process.wakes + 1)
+        else:
+            self._set_clock()

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import typer
 
 from covering import LONG
-from outergrad.commit import machine
+from outergrad.commit import lost, machine
 from outergrad.commit.machine import (
     Action,
     CommitState,
@@ -73,6 +75,44 @@ def test_sites_that_differ_are_seen():
     said = judge(trial, [ahead, warned])
     assert said == Verdict(doubted=True, lost=True)
     assert kinds(judge(Trial(0, sites=2, steps=3), [ahead, warned])) == {"withheld", "name"}
+
+
+def test_a_site_that_is_named_wrongly_is_seen():
+    """Except where both sites are in the next sum when a third one gives up."""
+    trial = Trial(0, 3, 2, sums=True, faults=(Fault("pause", 2, for_s=1.1),))
+    brief = replace(trial, faults=(Fault("pause", 2, for_s=0.3),))
+    endings = [Ending(made, lost=lost) for made, lost in ((1, (1,)), (1, (2,)), (1, (2,)))]
+    first = [replace(one, applied=0) for one in endings]
+    several = [replace(endings[0], lost=(1, 2)), *endings[1:]]
+    assert not judge(trial, endings).wrong
+    for other in (replace(trial, sums=False), brief):
+        assert kinds(judge(other, endings)) == {"name"}
+    assert kinds(judge(trial, first)) == kinds(judge(trial, several)) == {"name"}
+
+
+def names_in_sums() -> bool:
+    """True if a site is named wrongly where another stands still in a sum."""
+    paused = [Fault("pause", 2, turn=1 + seed % 24, for_s=1.1) for seed in range(100)]
+    trials = [Trial(seed, 3, 2, sums=True, faults=(one,)) for seed, one in enumerate(paused)]
+    return any("name" in kinds(execute(trial, CommittingSite)[0]) for trial in trials)
+
+
+def test_the_checker_finds_a_wrong_name(monkeypatch):
+    def most_patient(found):
+        return {max(found, key=lambda site: found[site].waited_s)}
+
+    assert not names_in_sums()
+    monkeypatch.setattr(lost, "_late_in_sum", most_patient)
+    assert names_in_sums()
+
+
+def test_the_store_may_end_once_all_farewells_are_read():
+    """Site 0 holds it, and ends while a vote of site 2 to site 1 is still on its way."""
+    assert not execute(drawn(20034727, CommittingSite), CommittingSite)[0].wrong
+
+
+def test_who_has_waited_for_the_late_part_of_a_sum_is_not_late():
+    assert not execute(drawn(20015058, CommittingSite), CommittingSite)[0].wrong
 
 
 class AppliesAtOnce(CommittingSite):

@@ -38,3 +38,10 @@ def test_who_was_late_in_a_sum(third, lost):
     assert lost_of(0, found, set()) == lost_of(1, found, set()) == lost
     assert awaited_by(2, found) == ((0,) if lost else ())
     assert awaited_by(1, found) == ()
+
+
+def test_a_site_that_waits_for_votes_is_not_late_in_a_sum():
+    found = {0: in_sum(1.5, sent=False, timed_out=True), 1: in_sum(1.4, sent=False), 2: in_sum(0.0)}
+    assert lost_of(0, found, set()) == lost_of(1, found, set()) == (2,)
+    del found[2]
+    assert lost_of(0, found, set()) == (1,)  # nobody else has not sent
