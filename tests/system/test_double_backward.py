@@ -170,7 +170,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 @pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides")  # DDP's
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
-@pytest.mark.parametrize(("name", "sites"), covering(CASES.keys(), [1, 2], quick=4))
+@pytest.mark.parametrize(("name", "sites"), covering(CASES.keys(), [1, 2], quick=4, every=2))
 def test_gradients_of_inputs_may_be_part_of_the_loss(name, sites):
     assert_exact(CASES[name](), sites, list(CASES).index(name))
 

@@ -239,7 +239,7 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "sites"), covering(CASES.keys(), [1, 2], quick=4))
+@pytest.mark.parametrize(("name", "sites"), covering(CASES.keys(), [1, 2], quick=4, every=2))
 def test_functions_may_differentiate_their_own_parameters(name, sites):
     assert_exact(CASES[name](), sites, list(CASES).index(name))
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import outergrad as og
 from cases import mlp
 from covering import covering
 from outergrad.comm.torch import TorchComm
+from outergrad.comm.words import words_of_all
 from outergrad.session.drift import compared
 from ranks import run_on_lasting_groups, run_ranks
 
@@ -342,14 +344,15 @@ def test_every_dtype_and_layout_is_compared():
     def body(rank, group):
         comm = TorchComm(group, torch.device("cpu"))
         tensors = {str(k): make(x.clone()) for k, make in enumerate(makes)}
-        assert compared(comm, tensors) is None
+        of_all, groups = partial(words_of_all, comm), [range(2)]
+        assert compared(of_all, tensors, groups) is None
         found = []
         for name, t in tensors.items():
             if t.numel():
                 other = t.clone()
                 if rank == 1:
                     other[(0,) * t.dim()] = ~other[(0,) * t.dim()] if t.dtype == torch.bool else 9
-                drift = compared(comm, {**tensors, name: other, "missing": None})
+                drift = compared(of_all, {**tensors, name: other, "missing": None}, groups)
                 found.append(drift is not None and (drift.names, drift.sites) == ((name,), (1,)))
         return found
 
