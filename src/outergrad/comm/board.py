@@ -27,11 +27,12 @@ class StoreBoard(Board):
 
     Args:
         store: of the group.
+        limit_s: longest time of a call, seconds, if another than usual.
     """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, limit_s: float | None = None) -> None:
         self._connection = _Connection(store)
-        self._limit_s: float | None = _LIMIT_S
+        self._limit_s: float | None = _LIMIT_S if limit_s is None else limit_s
         self._gone = False
 
     @property

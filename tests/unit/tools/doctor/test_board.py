@@ -54,10 +54,10 @@ def test_a_process_ends_though_work_hangs():
 
 
 def test_who_is_silent_is_told_after_the_limit_and_what_is_there_is_read():
-    first, second = boards(2)
-    second.post("note/1", "here")
     heard = []
-    assert first.wait("note", [0, 1], 0.05, heard.append) == [0]
+    first, second = boards(2, tell=heard.append)
+    second.post("note/1", "here")
+    assert first.wait("note", [0, 1], 0.05) == [0]
     assert heard[0] == "waiting for site 0"
     assert first.read_all("note", [0, 1]) == {1: "here"}
     first.post("note/0", "too")
