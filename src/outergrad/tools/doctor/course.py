@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from outergrad._amounts import many, seconds, times
 from outergrad._printable import printable
+from outergrad.comm.board import bounded
 from outergrad.core.errors import BoardGoneError
 from outergrad.launch.console import say
 from outergrad.launch.errors import SiteError
@@ -48,7 +49,6 @@ from outergrad.tools.doctor.meeting import (
     Roll,
     Site,
     UnmetError,
-    bounded,
     check_clocks,
     check_sharing,
     check_sizes,
@@ -181,13 +181,7 @@ def _report(board: Board, roll: Roll, unmet: Sequence[Finding]) -> Diagnosis:
 
 
 def agree_on_verdict(board: Board, report: Diagnosis) -> int:
-    """Returns site 0's exit code, or this site's own if that is not 0.
-
-    Site 0 waits a while for the others to read it.
-
-    Raises:
-        SiteError: Site 0 does not answer.
-    """
+    """Returns site 0's exit code, which it lets the others read, or this site's own if not 0."""
     code = report.exit_code
     try:
         if board.rank == 0:
@@ -317,23 +311,18 @@ def check_rehearsal(sites: int, timeout_s: float) -> int:
         Meeting(rank=rank, sites=sites, host="127.0.0.1", port=store.port, hosted=True)
         for rank in range(sites)
     ]
-    return max(run_processes([partial(_rehearse, m, timeout_s) for m in meetings]))
+    checks = [partial(check_at_site, m, timeout_s, rehearses=True) for m in meetings]
+    return max(run_processes(checks))
 
 
-def _rehearse(meeting: Meeting, timeout_s: float) -> int:
-    torch.set_num_threads(max(1, torch.get_num_threads() // meeting.sites))
-    findings = look_at_machine(sites_here=meeting.sites)
-    stay_on_loopback()
-    return _check_together(meeting, timeout_s, findings)
-
-
-def check_at_site(meeting: Meeting, timeout_s: float) -> int:
+def check_at_site(meeting: Meeting, timeout_s: float, *, rehearses: bool = False) -> int:
     """Checks this machine and, together with other sites, the links; returns the exit code."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return _check_together(meeting, timeout_s, look_at_machine(sites_here=here))
-
-
-def _check_together(meeting: Meeting, timeout_s: float, findings: list[Finding]) -> int:
+    if rehearses:
+        torch.set_num_threads(max(1, torch.get_num_threads() // meeting.sites))
+        findings = look_at_machine(sites_here=meeting.sites)
+        stay_on_loopback()
+    else:
+        findings = look_at_machine(sites_here=int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     taken = taken_here()
     address = taken.address or "127.0.0.1"  # without one, the findings say so
     rank, sites, board = meeting.rank, meeting.sites, None

@@ -6,13 +6,13 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedRWPair
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 from outergrad._amounts import amount, seconds, times
@@ -85,10 +85,7 @@ def connect(
 ) -> tuple[socket.socket | None, str | None]:
     """Connects two sites from both sides, since firewalls may let only one direction pass.
 
-    Both must call it at about the same time. The token identifies connections of this run.
-
-    Returns:
-        A connection to measure on, or None; the reason why this site could not open one, or None.
+    Returns a connection to measure on, if any, and the reason why this site could not open one.
     """
     with ThreadPoolExecutor(2) as pool:
         accepted = pool.submit(_accept, listener, f"{token} {other.rank} {me.rank}\n".encode())
@@ -145,13 +142,8 @@ def _hears(line: socket.socket, hello: bytes) -> bool:
 def measure(line: socket.socket, *, lower: bool) -> dict[str, float]:
     """Measures the connection with the site at the other end, which must do the same.
 
-    Takes some seconds, also on slow links. `lower` is True at the site of the lower rank.
-
-    Returns:
-        The figures of `Measured`.
-
-    Raises:
-        OSError: The other site stopped.
+    Returns the figures of `Measured`, after some seconds, also on slow links. Raises OSError if the
+    other site stops. `lower` is True at the site of the lower rank.
     """
     with line.makefile("rwb") as file, ThreadPoolExecutor(1) as pool:
         rtt_s = _round_trip_s(file, asks=lower)
@@ -169,8 +161,8 @@ def measure(line: socket.socket, *, lower: bool) -> dict[str, float]:
         _tell(file, received)
         sent = _hear(file)
     both, both_back = (sent, received) if lower else (received, sent)
-    figures = {"alone": alone, "alone_back": alone_back, "both": both, "both_back": both_back}
-    return {"rtt_s": rtt_s, **figures}
+    figures = {"rtt_s": rtt_s, "alone": alone, "alone_back": alone_back}
+    return {**figures, "both": both, "both_back": both_back}
 
 
 def _round_trip_s(file: BufferedRWPair, *, asks: bool) -> float:
@@ -211,22 +203,20 @@ def _send(file: BufferedRWPair, nbytes: int) -> None:
 
 
 def _receive(file: BufferedRWPair, nbytes: int) -> tuple[float, float]:
-    """Seconds to receive a message, and the rate of its second half, in bits per second.
-
-    The first half is subject to TCP's slow start, and to the burst that a link admits after a
-    pause.
-    """
+    """Seconds to receive a message, and the rate of its second half, in bits per second."""
+    # The first half is subject to TCP's slow start, and to the burst that a link admits at first.
     piece = memoryview(bytearray(len(_ZEROS)))
-    began_s = now_s = half_s = time.perf_counter()
     got = half = 0
+    began_s = now_s = half_s = 0.0
     while got < nbytes:
         got += file.readinto1(piece[: nbytes - got]) or _closed()
         now_s = time.perf_counter()
+        began_s = began_s or now_s  # until then, the other site may have been busy
         if 2 * got <= nbytes or not half:
             half, half_s = got, now_s
     if got == half or now_s <= half_s:
-        return now_s - began_s, 8 * nbytes / max(now_s - began_s, 1e-6)
-    return now_s - began_s, 8 * (got - half) / (now_s - half_s)
+        half, half_s = 0, began_s
+    return now_s - began_s, 8 * (got - half) / max(now_s - half_s, 1e-6)
 
 
 def _tell(file: BufferedRWPair, value: Any) -> None:
@@ -261,8 +251,7 @@ def rounds(ranks: Sequence[int], *, together: bool) -> list[list[_Pair]]:
 def measure_pairs(board: Board, listener: socket.socket, roll: Roll) -> list[int]:
     """Measures this site's pairs in their rounds, and posts what `measured` reads.
 
-    Returns:
-        The ranks of sites that did not come to the next round.
+    Returns the ranks of sites that did not come to the next round.
     """
     sites = {site.rank: site for site in roll.sites}
     course = rounds(roll.ranks, together=len(roll.machines) == len(sites))
@@ -293,31 +282,25 @@ def _measure(listener: socket.socket, me: Site, other: Site, token: str) -> dict
             with line:
                 figures = measure(line, lower=me.rank < other.rank)
         except (OSError, ValueError):
-            failures.append(
-                f"site {other.rank} stopped answering site {me.rank} while they measured"
-            )
-    return {**figures, "failures": failures}
+            said = f"site {other.rank} stopped answering site {me.rank} while they measured"
+            failures.append(said)
+    return {"figures": figures, "failures": failures}
 
 
 def measured(board: Board, roll: Roll) -> list[Measured]:
     """Returns the links, combined from the notes of both sites of each pair."""
-    pairs = combinations(roll.ranks, 2)
-    return [combine(pair, board.read_all("pair/{}-{}".format(*pair), pair)) for pair in pairs]
-
-
-def combine(pair: _Pair, told: Mapping[int, dict[str, Any]]) -> Measured:
-    """Returns the link of a pair, from the notes of its sites."""
-    failures = [failure for found in told.values() for failure in found.get("failures", ())]
-    notes = [found for found in told.values() if "rtt_s" in found]
-    return Measured(*pair, **{**(notes[0] if notes else {}), "failures": failures})
+    links = []
+    for pair in combinations(roll.ranks, 2):
+        told = board.read_all("pair/{}-{}".format(*pair), pair).values()
+        failures = [failure for found in told for failure in found["failures"]]
+        figures = next((found["figures"] for found in told if found["figures"]), {})
+        links.append(Measured(*pair, **figures, failures=failures))
+    return links
 
 
 def check_links(links: Sequence[Measured], sites: int, *, rehearsal: bool) -> Iterator[Finding]:
-    """Yields problems of the links, and what their rates mean for training.
-
-    A rehearsal, with sites on one machine, yields nothing about a network.
-    """
-    for failure in (failure for link in links for failure in link.failures):
+    """Reports problems of the links, and, but for a rehearsal, what they mean for training."""
+    for failure in chain.from_iterable(link.failures for link in links):
         remedy = "let TCP connections between the sites pass, on all ports from 1024, both ways"
         if "stopped" in failure:
             remedy = "look at that site's terminal: a process that was stopped, or a lost network"
@@ -329,12 +312,11 @@ def check_links(links: Sequence[Measured], sites: int, *, rehearsal: bool) -> It
     if timed and rehearsal:
         yield note("links", "between processes of one machine: no link of a network was measured")
     elif timed:
-        for link in timed:
-            yield from _peculiar(link)
+        yield from chain.from_iterable(map(_check_link, timed))
         yield from _summed_up(timed, sites)
 
 
-def _peculiar(link: Measured) -> Iterator[Finding]:
+def _check_link(link: Measured) -> Iterator[Finding]:
     slow, fast = sorted((link.alone, link.alone_back))
     if fast > _ASYMMETRIC * slow and slow < _FAST_BIT_PER_S:
         forth = link.alone == slow

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from outergrad.comm.board import StoreBoard
+from outergrad.comm.board import StoreBoard, bounded
 from outergrad.launch.errors import RecipeError
 from outergrad.tools.doctor.findings import Finding, Level, named, note, ok, problem, warning
 
@@ -49,26 +47,6 @@ class UnmetError(RuntimeError):
     def __init__(self, said: str, remedy: str, what: str = "meeting") -> None:
         super().__init__(said)
         self.finding = problem(what, said, remedy)
-
-
-def bounded(work: Callable[[], T], limit_s: float) -> T:
-    """Runs work in its own thread; raises TimeoutError if it is not done within a limit.
-
-    PyTorch's stores and gloo can hang beyond their own timeouts where a peer is stopped, and Ctrl-C
-    would not end them. The thread is not stopped, and ends with the process.
-    """
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    if not wait([outcome], limit_s).done:
-        raise TimeoutError(f"no answer within {limit_s:.0f} s")
-    return outcome.result()
 
 
 class Board:
@@ -162,11 +140,7 @@ def meeting_at(master: str, rank: int, sites: int) -> Meeting:
 
 
 def open_store(meeting: Meeting, timeout_s: float, tell: Tell = lambda _: None) -> Store:
-    """Opens the store at site 0, or connects to it from another site within some seconds.
-
-    Raises:
-        UnmetError: It cannot; the finding has the remedy.
-    """
+    """Opens the store at site 0, or connects to it from another site within some seconds."""
     until_s = time.monotonic() + timeout_s
     store = None
     if meeting.rank == 0 and not meeting.hosted:
@@ -279,8 +253,7 @@ class Roll:
 def meet(board: Board, me: Site, timeout_s: float) -> Roll:
     """Announces this site to the others, and waits some seconds for the list of those that came.
 
-    Raises:
-        UnmetError: Site 0 did not come, or does not list this site.
+    Raises UnmetError if site 0 did not come, or does not list this site.
     """
     first = board.post(f"site/{me.rank}", me.told())
     if first != me.told():

@@ -8,13 +8,13 @@ import time
 import pytest
 from made_up_sites import boards
 
-from outergrad.tools.doctor.meeting import bounded
+from outergrad.comm.board import bounded
 
 HANGS = """
 import sys, time
 from outergrad import cli
 from outergrad.tools.commands import app
-from outergrad.tools.doctor.meeting import bounded
+from outergrad.comm.board import bounded
 
 def command():
     try:

@@ -6,20 +6,21 @@ import socket
 from itertools import combinations
 
 import pytest
-from made_up_sites import in_threads, site
+from made_up_sites import boards, in_threads, site
 
 from outergrad.tools.doctor import links
 from outergrad.tools.doctor.findings import Level
 from outergrad.tools.doctor.links import (
     Measured,
     check_links,
-    combine,
     connect,
     ddp_step_s,
     listen,
     measure,
+    measured,
     rounds,
 )
+from outergrad.tools.doctor.meeting import Roll
 
 EVEN = {"rtt_s": 0.01, "alone": 1e7, "alone_back": 1e7, "both": 9e6, "both_back": 9e6}
 
@@ -77,10 +78,13 @@ def test_strangers_are_not_taken_for_a_site():
 
 
 def test_both_sites_tell_of_a_pair():
+    first, second, _ = boards(3)
     why = "site 1 cannot connect to site 0 at 10.0.0.1:40000: refused"
-    found = combine((0, 1), {0: {"failures": [], **EVEN}, 1: {"failures": [why], **EVEN}})
-    assert found == Measured(0, 1, **EVEN, failures=[why])
-    assert combine((0, 1), {}) == Measured(0, 1, failures=[])
+    first.post("pair/0-1/0", {"failures": [], "figures": EVEN})
+    second.post("pair/0-1/1", {"failures": [why], "figures": EVEN})
+    even, *others = measured(first, Roll([site(0), site(1), site(2)]))
+    assert even == Measured(0, 1, **EVEN, failures=[why])
+    assert others == [Measured(0, 2, failures=[]), Measured(1, 2, failures=[])]
 
 
 def test_a_site_that_stops_while_it_is_measured_is_named(monkeypatch):
@@ -88,9 +92,9 @@ def test_a_site_that_stops_while_it_is_measured_is_named(monkeypatch):
     ends[1].close()
     monkeypatch.setattr(links, "connect", lambda *_: (ends[0], None))
     sites = [site(0), site(1)]
-    assert links._measure(None, sites[1], sites[0], "secret") == {
-        "failures": ["site 0 stopped answering site 1 while they measured"]
-    }
+    assert links._measure(None, sites[1], sites[0], "secret")["failures"] == [
+        "site 0 stopped answering site 1 while they measured"
+    ]
 
 
 def sentences(found, sites=2, rehearsal=False):
