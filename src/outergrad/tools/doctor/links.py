@@ -167,17 +167,16 @@ def measure(line: socket.socket, *, lower: bool) -> dict[str, float]:
 
 def _round_trip_s(file: BufferedRWPair, *, asks: bool) -> float:
     """Shortest of several round trips, measured by the site that asks and told to the other."""
+    if not asks:
+        for _ in range(_PINGS):
+            _tell(file, _hear(file))
+        return _hear(file)
     found_s = []
     for _ in range(_PINGS):
         began_s = time.perf_counter()
-        if asks:
-            _tell(file, "?")
+        _tell(file, "?")
         _hear(file)
-        if not asks:
-            _tell(file, "!")
         found_s.append(time.perf_counter() - began_s)
-    if not asks:
-        return _hear(file)
     _tell(file, min(found_s))
     return min(found_s)
 

@@ -12,17 +12,14 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from ipaddress import ip_address
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from outergrad._amounts import amount, many
 from outergrad.launch.links import ShapedLink, what_is_missing
 from outergrad.launch.machine import cores, versions
+from outergrad.launch.traffic import Interfaces, interfaces
 from outergrad.tools.doctor.findings import Finding, named, note, ok, problem, warning
-
-Interfaces = Mapping[str, Sequence[str]]
-"""Addresses by the names of interfaces."""
 
 
 def look_at_machine(*, sites_here: int = 1) -> list[Finding]:
@@ -112,16 +109,6 @@ class Taken:
 def taken_here() -> Taken:
     """Returns the address that gloo will use on this machine."""
     return taken_by_gloo(os.environ, socket.gethostname(), interfaces())
-
-
-def interfaces() -> dict[str, list[str]]:
-    """Addresses of each network interface that is up."""
-    state, kinds = psutil.net_if_stats(), (socket.AF_INET, socket.AF_INET6)
-    return {
-        name: [a.address.partition("%")[0] for a in addresses if a.family in kinds]
-        for name, addresses in psutil.net_if_addrs().items()
-        if name in state and state[name].isup
-    }
 
 
 def resolve(host: str) -> list[str]:

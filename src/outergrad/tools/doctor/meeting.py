@@ -20,11 +20,8 @@ from outergrad.launch.errors import RecipeError
 from outergrad.tools.doctor.findings import Finding, Level, named, note, ok, problem, warning
 
 T = TypeVar("T")
-Tell = Callable[[str], None]
-"""Callback for progress: called with what a site does or waits for."""
-
-Clock = Callable[[], float]
-"""Function that returns the seconds since 1970."""
+Tell = Callable[[str], None]  # called with what a site does or waits for
+Clock = Callable[[], float]  # returns the seconds since 1970
 
 PORT = 29500  # PyTorch's default
 
@@ -144,14 +141,20 @@ def open_store(meeting: Meeting, timeout_s: float, tell: Tell = lambda _: None) 
     until_s = time.monotonic() + timeout_s
     store = None
     if meeting.rank == 0 and not meeting.hosted:
-        # Site 0's own client uses 127.0.0.1; the knock then checks that the address leads here.
+        # Its own client uses 127.0.0.1; below it finds out whether the address leads here, too.
         said = f"site 0 cannot listen on port {meeting.port}: another program has it"
         remedy = "end that program, or choose another port at every site"
         store = _tcp_store("127.0.0.1", meeting.port, UnmetError(said, remedy), serves=True)
     tell(f"trying to reach {meeting}")
-    while error := _knock(meeting, until_s - time.monotonic()):
-        if time.monotonic() + _RETRY_S > until_s:
-            raise UnmetError(*why_unreachable(meeting, error, timeout_s)) from error
+    while True:
+        limit_s = max(0.1, min(until_s - time.monotonic(), _STORE_S))
+        try:
+            with suppress(ConnectionResetError):  # somebody is there
+                socket.create_connection((meeting.host, meeting.port), limit_s).close()
+            break
+        except OSError as error:
+            if time.monotonic() + _RETRY_S > until_s:
+                raise UnmetError(*why_unreachable(meeting, error, timeout_s)) from error
         time.sleep(_RETRY_S)
     if store is None:
         said = f"something listens at {meeting}, but it is not site 0 of a training"
@@ -168,17 +171,6 @@ def _tcp_store(host: str, port: int, unmet: UnmetError, *, serves: bool = False)
         )
     except (RuntimeError, TimeoutError) as error:
         raise unmet from error
-
-
-def _knock(meeting: Meeting, limit_s: float) -> OSError | None:
-    """Error if nothing listens at the address within the limit, else None."""
-    address, limit_s = (meeting.host, meeting.port), max(0.1, min(limit_s, 5))
-    try:
-        with suppress(ConnectionResetError):
-            socket.create_connection(address, timeout=limit_s).close()
-    except OSError as error:
-        return error
-    return None
 
 
 def why_unreachable(meeting: Meeting, error: OSError, timeout_s: float) -> tuple[str, str]:
