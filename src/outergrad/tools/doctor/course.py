@@ -63,6 +63,7 @@ _GLOO_S = 10.0
 _SUMS = 5
 _VERDICT_S = 90.0  # site 0 may wait for others in two rounds, and for gloo
 _GOODBYE_S = 5.0
+_LOOK = "look at the terminal there: a stopped process, a lost network, or a late start"
 _STOPPED = "site 0 has stopped answering ({}): look at the terminal there"
 
 
@@ -103,8 +104,7 @@ def examine(
             unmet += odd
             if silent:
                 said = f"{named(silent)} stopped answering during the checks"
-                remedy = "look at the terminal there: a stopped process, a lost network, or a late "
-                unmet.append(problem("meeting", said, f"{remedy}start"))
+                unmet.append(problem("meeting", said, _LOOK))
             return _report(board, roll, unmet)
     except UnmetError as alone:
         unmet = [alone.finding]
@@ -145,14 +145,13 @@ def _quickest_sum_s(board: Board) -> float:
 def check_group(told: Mapping[int, Sequence[Any]], ranks: Sequence[int]) -> Iterator[Finding]:
     """Checks that gloo connects all sites, from each site's seconds and error by rank."""
     failed = [rank for rank in ranks if rank not in told or told[rank][1]]
-    if failed:
-        why = next((told[rank][1] for rank in failed if rank in told), "no answer")
-        said = f"does not join {named(failed)} with the others: {why}"
-        remedy = "name the interface that leads to the other sites in GLOO_SOCKET_IFNAME, at every "
-        yield problem("gloo", said, f"{remedy}site")
-    else:
+    if not failed:
         slowest_s = max(told[rank][0] for rank in ranks)
         yield ok("gloo", f"joins all sites; a sum over them takes {1e3 * slowest_s:.1f} ms")
+        return
+    why = next((told[rank][1] for rank in failed if rank in told), "no answer")
+    remedy = "name the interface that leads to the other sites in GLOO_SOCKET_IFNAME, at every site"
+    yield problem("gloo", f"does not join {named(failed)} with the others: {why}", remedy)
 
 
 def _report(board: Board, roll: Roll, unmet: Sequence[Finding]) -> Diagnosis:
@@ -240,7 +239,9 @@ def _lines(findings: Sequence[Finding], plain: bool) -> Table:
 
 
 def _sites(report: Diagnosis) -> Table:
-    rows = dict.fromkeys(report.roll.missing, ("did not come", "", ""))
+    rows: dict[int, tuple[str, str, str]] = {}
+    for rank in report.roll.missing:
+        rows[rank] = ("did not come", "", "")
     for site in report.roll.sites:
         clock = str(report.offsets.get(site.rank) or "not measured") if site.rank else "reference"
         rows[site.rank] = (site.host, f"{site.address} ({site.interface})", clock)
