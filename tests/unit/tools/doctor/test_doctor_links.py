@@ -20,7 +20,7 @@ from outergrad.tools.doctor.links import (
     measured,
     rounds,
 )
-from outergrad.tools.doctor.meeting import Roll
+from outergrad.tools.doctor.meeting import Roll, UnmetError
 
 EVEN = {"rtt_s": 0.01, "alone": 1e7, "alone_back": 1e7, "both": 9e6, "both_back": 9e6}
 
@@ -57,6 +57,12 @@ def test_a_peer_that_closes_is_an_error():
     ends[1].close()
     with ends[0], pytest.raises(OSError, match=r"closed|pipe|reset"):
         measure(ends[0], lower=True)
+
+
+def test_an_address_of_another_machine_is_a_finding():
+    with pytest.raises(UnmetError, match=r"cannot listen at 192\.0\.2\.1: ") as caught:
+        listen("192.0.2.1")
+    assert caught.value.finding.what == "interface"
 
 
 def test_strangers_are_not_taken_for_a_site():
