@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from copy import copy
 from typing import Any, TypeVar
 
@@ -20,18 +21,37 @@ _PIECE_BYTES = 1 << 18
 _MOST_PIECES = 1 << 20
 
 
+def bounded(work: Callable[[], T], limit_s: float) -> T:
+    """Runs work in its own thread; raises TimeoutError if it is not done within a limit.
+
+    PyTorch's stores and gloo can hang beyond their own timeouts where a peer is stopped, and Ctrl-C
+    would not end them. The thread is not stopped, and ends with the process.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    if not wait([outcome], limit_s).done:
+        raise TimeoutError(f"no answer within {limit_s:.0f} s")
+    return outcome.result()
+
+
 class StoreBoard(Board):
     """Slots in a store, over a connection of its own where the store can be cloned.
 
-    A store whose server was stopped exceeds its own timeout, so each call has a thread.
-
     Args:
         store: of the group.
+        limit_s: longest time of a call, seconds, if another than usual.
     """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, limit_s: float | None = None) -> None:
         self._connection = _Connection(store)
-        self._limit_s: float | None = _LIMIT_S
+        self._limit_s: float | None = _LIMIT_S if limit_s is None else limit_s
         self._gone = False
 
     @property
@@ -91,28 +111,12 @@ class StoreBoard(Board):
         Raises:
             BoardGoneError: the store is gone, or has not answered in time.
         """
-        found: list[T] = []
-        done = threading.Event()
-
-        def run() -> None:
-            try:
-                found.append(call())
-            except RuntimeError:
-                self._gone = True
-            finally:
-                done.set()
-
-        if not self._gone and self._limit_s is None:
-            run()
-        elif not self._gone:
-            try:
-                threading.Thread(target=run, daemon=True).start()
-            except RuntimeError:  # Python is shutting down
-                self._gone = True
-        if self._gone or not done.wait(self._limit_s) or not found:
+        try:
+            if not self._gone:
+                return call() if self._limit_s is None else bounded(call, self._limit_s)
+        except (RuntimeError, TimeoutError):  # no thread can start when Python shuts down
             self._gone = True
-            raise BoardGoneError("the store of the process group does not answer")
-        return found[0]
+        raise BoardGoneError("the store of the process group does not answer")
 
 
 class _Connection:

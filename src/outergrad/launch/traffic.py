@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,12 +13,25 @@ import psutil
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
+Interfaces = Mapping[str, Sequence[str]]
+"""Addresses by the names of interfaces."""
+
+
+def interfaces() -> Interfaces:
+    """Returns the addresses of each network interface that is up."""
+    up = [name for name, state in psutil.net_if_stats().items() if state.isup]
+    kinds = (socket.AF_INET, socket.AF_INET6)
+    return {
+        name: [a.address.partition("%")[0] for a in addresses if a.family in kinds]
+        for name, addresses in psutil.net_if_addrs().items()
+        if name in up
+    }
+
+
 def loopback_name() -> str | None:
     """Returns the name of the interface that holds 127.0.0.1; None if not known."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(a.family == socket.AF_INET and a.address == "127.0.0.1" for a in addresses):
-            return name
-    return None
+    held = (name for name, addresses in interfaces().items() if "127.0.0.1" in addresses)
+    return next(held, None)
 
 
 def stay_on_loopback() -> None:

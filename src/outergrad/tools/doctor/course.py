@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -20,17 +20,19 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
-from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from outergrad._amounts import many, seconds, times
 from outergrad._printable import printable
+from outergrad.comm.board import bounded
+from outergrad.core.errors import BoardGoneError
+from outergrad.launch.console import say
 from outergrad.launch.errors import SiteError
 from outergrad.launch.machine import versions
 from outergrad.launch.processes import run_processes
 from outergrad.launch.traffic import stay_on_loopback
 from outergrad.tools.doctor.findings import Finding, Level, merged, named, ok, problem
 from outergrad.tools.doctor.links import (
-    ROUND_S,
     Measured,
     check_links,
     listen,
@@ -42,16 +44,15 @@ from outergrad.tools.doctor.machine import check_addresses, look_at_machine, tak
 from outergrad.tools.doctor.meeting import (
     Board,
     Clock,
-    LostError,
     Meeting,
     Offset,
     Roll,
     Site,
-    Tell,
     UnmetError,
-    bounded,
+    check_clocks,
+    check_sharing,
     check_sizes,
-    compare,
+    check_versions,
     measure_offset,
     meet,
     not_come,
@@ -60,11 +61,10 @@ from outergrad.tools.doctor.meeting import (
 
 _GLOO_S = 10.0
 _SUMS = 5
-_VERDICT_S = 2 * ROUND_S + 3 * _GLOO_S
+_VERDICT_S = 90.0  # site 0 may wait for others in two rounds, and for gloo
 _GOODBYE_S = 5.0
-
-_STOPPED = "stopped answering during the checks"
 _LOOK = "look at the terminal there: a stopped process, a lost network, or a late start"
+_STOPPED = "site 0 has stopped answering ({}): look at the terminal there"
 
 
 @dataclass(frozen=True)
@@ -88,88 +88,47 @@ class Diagnosis:
 
 
 def examine(
-    board: Board,
-    me: Site,
-    listener: socket.socket,
-    timeout_s: float,
-    tell: Tell = lambda _: None,
-    clock: Clock = time.time,
+    board: Board, me: Site, listener: socket.socket, timeout_s: float, clock: Clock = time.time
 ) -> Diagnosis:
-    """Meets the other sites and runs all checks between them. All sites must call it.
+    """Meets the other sites and runs all checks between them; all sites must call it.
 
-    The timeout is for the others to come. Progress goes to `tell`.
-
-    Returns:
-        The whole report at site 0; at other sites only what their own user must see.
+    The timeout is for the others to come. The report is whole at site 0; at other sites it has only
+    what their own user must see.
     """
     try:
-        roll = meet(board, me, timeout_s, tell)
+        roll = meet(board, me, timeout_s)
         unmet = [problem("meeting", *not_come(roll.missing, timeout_s))] if roll.missing else []
-        silent = _measure(board, listener, roll, tell, clock)
+        odd = [*check_sizes(roll.sites)]
+        silent = [] if odd else _measure(board, listener, roll, clock)
         if board.rank == 0:
-            unmet += check_sizes(roll.sites)
+            unmet += odd
             if silent:
-                unmet.append(problem("meeting", f"{named(silent)} {_STOPPED}", _LOOK))
+                said = f"{named(silent)} stopped answering during the checks"
+                unmet.append(problem("meeting", said, _LOOK))
             return _report(board, roll, unmet)
     except UnmetError as alone:
-        return Diagnosis({"Meeting": [alone.finding]})
-    except (LostError, TimeoutError) as lost:
-        return Diagnosis({"Meeting": [problem("meeting", _lost(lost), "start all sites again")]})
+        unmet = [alone.finding]
+    except BoardGoneError as lost:
+        unmet = [problem("meeting", _STOPPED.format(lost), "start all sites again")]
     return Diagnosis({"Meeting": unmet})
 
 
-def _measure(
-    board: Board, listener: socket.socket, roll: Roll, tell: Tell, clock: Clock
-) -> list[int]:
+def _measure(board: Board, listener: socket.socket, roll: Roll, clock: Clock) -> list[int]:
     """Measures clocks and links, and tries gloo; returns the ranks that stopped answering."""
-    if check_sizes(roll.sites):
-        return []
-    tell("comparing the clocks")
-    offset = measure_offset(board, roll.ranks, clock)
-    board.post(f"offset/{board.rank}", vars(offset) if offset else None)
-    if silent := measure_pairs(board, listener, roll, tell):
+    board.tell("comparing the clocks")
+    if offset := measure_offset(board, roll.ranks, clock):
+        board.post(f"offset/{board.rank}", vars(offset))
+    if silent := measure_pairs(board, listener, roll):
         return silent
     if roll.missing:
         return []
-    tell("summing a number over all sites with gloo")
-    board.post(f"gloo/{board.rank}", _try_gloo(board))
-    return board.wait("gloo", roll.ranks, 3 * _GLOO_S)
-
-
-def _report(board: Board, roll: Roll, unmet: Sequence[Finding]) -> Diagnosis:
-    told = board.read_all("offset", roll.ranks)
-    offsets = {r: Offset(**o) if (o := told.get(r)) else None for r in roll.ranks[1:]}
-    links, alone = measured(board, roll), len(roll.machines) == 1
-    gloo = board.read_all("gloo", roll.ranks)
-    between = [
-        *(unmet or [ok("meeting", f"all {len(roll.sites)} sites came")]),
-        *compare(roll.sites, offsets),
-        *([] if alone else check_addresses({site.rank: site.address for site in roll.sites})),
-        *([check_group(gloo, roll.ranks)] if 0 in gloo else []),
-    ]
-    judged = [*check_links(links, len(roll.sites), rehearsal=alone)]
-    sections = {"The machines": _machines(roll), "Between the sites": between, "Links": judged}
-    return Diagnosis(sections, roll, offsets, links)
-
-
-def _machines(roll: Roll) -> list[Finding]:
-    """Findings about single machines; those without a problem are merged into one line."""
-    findings_S = [site.findings for site in roll.sites]
-    well = sum(finding.level == Level.OK for findings in findings_S for finding in findings)
-    summary = ok("machines", f"{well} checks at {named(roll.ranks)} are well")
-    return [summary, *(f for f in merged(findings_S, roll.ranks) if f.level != Level.OK)]
-
-
-def _lost(why: Exception) -> str:
-    return f"site 0 has stopped answering ({why}): look at the terminal there"
-
-
-def _try_gloo(board: Board) -> tuple[float | None, str | None]:
-    """Seconds of the fastest all-reduce of a number over all sites, or the error."""
+    board.tell("summing a number over all sites with gloo")
     try:
-        return bounded(lambda: _quickest_sum_s(board), 2 * _GLOO_S), None
+        took_s, why = bounded(lambda: _quickest_sum_s(board), 2 * _GLOO_S), None
     except (RuntimeError, TimeoutError) as error:
-        return None, str(error).splitlines()[0]
+        took_s, why = None, str(error).splitlines()[0]
+    board.post(f"gloo/{board.rank}", [took_s, why])
+    return board.wait("gloo", roll.ranks, 3 * _GLOO_S)
 
 
 def _quickest_sum_s(board: Board) -> float:
@@ -183,39 +142,60 @@ def _quickest_sum_s(board: Board) -> float:
     return min(took_s)
 
 
-def check_group(told: Mapping[int, Sequence[float | str | None]], ranks: Sequence[int]) -> Finding:
-    """Checks that gloo connects all sites, from each site's result by rank."""
+def check_group(told: Mapping[int, Sequence[Any]], ranks: Sequence[int]) -> Iterator[Finding]:
+    """Checks that gloo connects all sites, from each site's seconds and error by rank."""
     failed = [rank for rank in ranks if rank not in told or told[rank][1]]
     if not failed:
-        slowest_s = max(float(told[rank][0] or 0.0) for rank in ranks)
-        return ok("gloo", f"joins all sites; a sum over them takes {1e3 * slowest_s:.1f} ms")
+        slowest_s = max(told[rank][0] for rank in ranks)
+        yield ok("gloo", f"joins all sites; a sum over them takes {1e3 * slowest_s:.1f} ms")
+        return
     why = next((told[rank][1] for rank in failed if rank in told), "no answer")
     remedy = "name the interface that leads to the other sites in GLOO_SOCKET_IFNAME, at every site"
-    return problem("gloo", f"does not join {named(failed)} with the others: {why}", remedy)
+    yield problem("gloo", f"does not join {named(failed)} with the others: {why}", remedy)
+
+
+def _report(board: Board, roll: Roll, unmet: Sequence[Finding]) -> Diagnosis:
+    told = board.read_all("offset", roll.ranks)
+    offsets = {r: Offset(**told[r]) if r in told else None for r in roll.ranks[1:]}
+    gloo = board.read_all("gloo", roll.ranks)
+    links, rehearsal = measured(board, roll), len(roll.machines) == 1
+    of_machines = merged([site.findings for site in roll.sites], roll.ranks)
+    well = sum(finding.level == Level.OK for site in roll.sites for finding in site.findings)
+    sections = {
+        "The machines": [
+            ok("machines", f"{well} checks at {named(roll.ranks)} are well"),
+            *(finding for finding in of_machines if finding.level != Level.OK),
+        ],
+        "Between the sites": [
+            *(unmet or [ok("meeting", f"all {len(roll.sites)} sites came")]),
+            *check_versions(roll.sites),
+            *check_clocks(offsets),
+            *check_sharing(roll.sites),
+            *(() if rehearsal else check_addresses({s.rank: s.address for s in roll.sites})),
+            *(check_group(gloo, roll.ranks) if 0 in gloo else ()),
+        ],
+        "Links": [*check_links(links, len(roll.sites), rehearsal=rehearsal)],
+    }
+    return Diagnosis(sections, roll, offsets, links)
 
 
 def agree_on_verdict(board: Board, report: Diagnosis) -> int:
-    """Returns site 0's exit code, or this site's own if that is not 0.
-
-    Site 0 waits a while for the others to read it.
-
-    Raises:
-        SiteError: Site 0 does not answer.
-    """
+    """Returns site 0's exit code, which it lets the others read, or this site's own if not 0."""
+    code = report.exit_code
     try:
+        if board.rank == 0:
+            board.post("verdict/0", code)
+            board.wait("bye", report.roll.ranks[1:], _GOODBYE_S)
+        elif not code:
+            if board.wait("verdict", [0], _VERDICT_S):
+                raise BoardGoneError("no word of [0]")
+            code = board.read("verdict/0")
+    except BoardGoneError as error:
         if board.rank:
-            if not report.exit_code and board.wait("verdict", [0], _VERDICT_S):
-                raise TimeoutError("no word of [0]")
-            return report.exit_code or board.read("verdict/0")
-        board.post("verdict/0", report.exit_code)
-        board.wait("bye", report.roll.ranks[1:], _GOODBYE_S)
-    except (LostError, TimeoutError) as error:
-        if board.rank:
-            raise SiteError(f"site {board.rank}: {_lost(error)}") from error
-    finally:
-        with suppress(LostError):
-            board.post(f"bye/{board.rank}", "bye")
-    return report.exit_code
+            raise SiteError(f"site {board.rank}: {_STOPPED.format(error)}") from error
+    with suppress(BoardGoneError):
+        board.post(f"bye/{board.rank}", "bye")
+    return code
 
 
 _LINE = "\n"
@@ -231,15 +211,12 @@ _MARKS = {
 def show(console: Console, report: Diagnosis, closing: str = "") -> None:
     """Prints a report: sections, tables, the verdict, and `closing` if there is no problem."""
     plain = not console.encoding.lower().startswith("utf")
+    tables = {"Between the sites": _sites(report), "Links": _links(report.links)}
     for title, findings in report.sections.items():
         console.print(Text(title, style="bold"))
-        parts = [_lines(findings, plain)]
-        if title == "Between the sites":
-            parts.insert(0, _sites(report))
-        if title == "Links" and any(link.rates for link in report.links):
-            parts.insert(0, _links(report.links))
-        for part in parts:
-            console.print(Padding(part, (0, 0, 1, 2)))
+        for table in (tables.get(title), _lines(findings, plain)):
+            if table:
+                console.print(Padding(table, (0, 0, 1, 2)))
     console.print(_verdict(report.findings))
     if closing and not report.exit_code:
         console.print(closing, highlight=False, markup=False)
@@ -254,35 +231,38 @@ def _lines(findings: Sequence[Finding], plain: bool) -> Table:
         symbol, ascii_symbol, style = _MARKS[finding.level]
         text = Text(printable(finding.said, keep=_LINE))
         if finding.remedy:
-            urgent = finding.level >= Level.WARNING
             remedy = f"\n{'->' if plain else '→'} {printable(finding.remedy, keep=_LINE)}"
-            text.append(remedy, style="bold" if urgent else "dim")
+            text.append(remedy, style="bold" if finding.level >= Level.WARNING else "dim")
         mark = f"{ascii_symbol if plain else symbol} {finding.level.name.lower()}"
         grid.add_row(Text(mark, style=style), finding.what, text)
     return grid
 
 
 def _sites(report: Diagnosis) -> Table:
-    rows = {rank: (str(rank), "did not come", "", "") for rank in report.roll.missing}
+    rows: dict[int, tuple[str, str, str]] = {}
+    for rank in report.roll.missing:
+        rows[rank] = ("did not come", "", "")
     for site in report.roll.sites:
         clock = str(report.offsets.get(site.rank) or "not measured") if site.rank else "reference"
-        listens = f"{site.address} ({site.interface})"
-        rows[site.rank] = (str(site.rank), site.host, listens, clock)
+        rows[site.rank] = (site.host, f"{site.address} ({site.interface})", clock)
     table = _table("site", "machine", "gloo listens at", "clock ahead by")
     for rank in sorted(rows):
-        table.add_row(*rows[rank])
+        table.add_row(str(rank), *rows[rank])
     return table
 
 
-def _links(links: Sequence[Measured]) -> Table:
+def _links(links: Sequence[Measured]) -> Table | None:
+    if not any(link.rtt_s for link in links):
+        return None
     table = _table("from", "to", "there and back", "one way at a time", "both ways at once")
     for column in table.columns[2:]:
         column.justify = "right"
     for link in links:
-        pair, rates = (f"site {link.lower}", f"site {link.higher}"), link.rates
-        if rates:
-            table.add_row(*pair, seconds(link.rtt_s, times), rate(rates.alone), rate(rates.both))
-            table.add_row(*pair[::-1], "", rate(rates.alone_back), rate(rates.both_back))
+        pair = (f"site {link.lower}", f"site {link.higher}")
+        if link.rtt_s:
+            rtt = seconds(link.rtt_s, times)
+            table.add_row(*pair, rtt, rate(link.alone), rate(link.both))
+            table.add_row(*pair[::-1], "", rate(link.alone_back), rate(link.both_back))
         else:
             table.add_row(*pair, "-", "not measured", "-")
     return table
@@ -298,14 +278,13 @@ def _table(*headings: str) -> Table:
 def _verdict(findings: Sequence[Finding]) -> Text:
     problems = [finding.what for finding in findings if finding.level == Level.PROBLEM]
     warnings = sum(finding.level == Level.WARNING for finding in findings)
+    warned = many(warnings, "warning")
     if problems:
-        count = many(len(problems), "problem")
-        count += f" and {many(warnings, 'warning')}" if warnings else ""
+        count = many(len(problems), "problem") + (f" and {warned}" if warnings else "")
         names = ", ".join(dict.fromkeys(problems))
         said, style = f"{count}: mend {names} as said above, then look again.", "bold red"
     elif warnings:
-        said = f"no problem, {many(warnings, 'warning')}: training will run; read the above."
-        style = "bold yellow"
+        said, style = f"no problem, {warned}: training will run; read the above.", "bold yellow"
     else:
         said, style = "all is well.", "bold green"
     return Text(f"VERDICT: {said}", style=style)
@@ -320,7 +299,7 @@ Or rehearse on this machine:  outergrad doctor --sites 2"""
 
 def check_alone() -> int:
     """Checks this machine, and returns the exit code."""
-    report = Diagnosis({"This machine": look_at_machine(os.environ)})
+    report = Diagnosis({"This machine": look_at_machine()})
     show(Console(), report, _NEXT)
     return report.exit_code
 
@@ -333,70 +312,54 @@ def check_rehearsal(sites: int, timeout_s: float) -> int:
         Meeting(rank=rank, sites=sites, host="127.0.0.1", port=store.port, hosted=True)
         for rank in range(sites)
     ]
-    return max(run_processes([partial(_rehearse, m, timeout_s) for m in meetings]))
+    checks = [partial(check_at_site, m, timeout_s, rehearses=True) for m in meetings]
+    return max(run_processes(checks))
 
 
-def _rehearse(meeting: Meeting, timeout_s: float) -> int:
-    torch.set_num_threads(max(1, torch.get_num_threads() // meeting.sites))
-    findings = look_at_machine(os.environ, sites_here=meeting.sites)
-    stay_on_loopback()
-    return _check_together(meeting, timeout_s, findings)
-
-
-def check_at_site(meeting: Meeting, timeout_s: float) -> int:
+def check_at_site(meeting: Meeting, timeout_s: float, *, rehearses: bool = False) -> int:
     """Checks this machine and, together with other sites, the links; returns the exit code."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return _check_together(meeting, timeout_s, look_at_machine(os.environ, sites_here=here))
-
-
-def _check_together(meeting: Meeting, timeout_s: float, findings: list[Finding]) -> int:
+    if rehearses:
+        torch.set_num_threads(max(1, torch.get_num_threads() // meeting.sites))
+        findings = look_at_machine(sites_here=meeting.sites)
+        stay_on_loopback()
+    else:
+        findings = look_at_machine(sites_here=int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    taken = taken_here()
+    address = taken.address or "127.0.0.1"  # without one, the findings say so
+    rank, sites, board = meeting.rank, meeting.sites, None
     with (
         quiet_libraries() as terminal,
-        Console(file=terminal).status(f"site {meeting.rank} starts") as status,
+        Console(file=terminal).status(f"site {rank} starts") as status,
     ):
-        report, board = _examined(
-            meeting, timeout_s, findings, lambda text: status.update(f"{text} (Ctrl-C ends)")
-        )
-    if meeting.rank == 0 or board is None:
+
+        def tell(text: str) -> None:
+            status.update(f"{text} (Ctrl-C ends)")
+
+        try:
+            with listen(address) as listener:
+                board = Board(open_store(meeting, timeout_s, tell), rank, sites, tell)
+                me = Site(
+                    rank=rank,
+                    sites=sites,
+                    host=socket.gethostname(),
+                    interface=taken.interface or "?",
+                    address=address,
+                    port=listener.getsockname()[1],
+                    versions=versions(),
+                    findings=findings,
+                )
+                report = examine(board, me, listener, timeout_s)
+        except UnmetError as unmet:
+            report = Diagnosis({"This machine": findings, "Meeting": [unmet.finding]})
+    if board is None or rank == 0:
         show(Console(), report)
     else:
         for finding in report.findings:
-            said = f"outergrad: site {meeting.rank}: {finding.said}; {finding.remedy}"
-            Console(stderr=True).print(said, highlight=False, markup=False)
+            say(f"site {rank}: {finding.said}; {finding.remedy}", below_a_bar=False)
     if board is None:
         return report.exit_code
     with quiet_libraries():
         return agree_on_verdict(board, report)
-
-
-def _examined(
-    meeting: Meeting, timeout_s: float, findings: list[Finding], tell: Tell
-) -> tuple[Diagnosis, Board | None]:
-    taken = taken_here(os.environ)
-    address = taken.address or "127.0.0.1"
-    try:
-        listener = listen(address)
-    except OSError as error:
-        said = f"cannot listen at {taken.address}: {os.strerror(error.errno or 0)}"
-        unheard = problem("interface", said, "choose another interface with GLOO_SOCKET_IFNAME")
-        return Diagnosis({"This machine": [*findings, unheard]}), None
-    with listener:
-        try:
-            store = open_store(meeting, timeout_s, tell)
-        except UnmetError as unmet:
-            return Diagnosis({"This machine": findings, "Meeting": [unmet.finding]}), None
-        board = Board(store, meeting.rank, meeting.sites)
-        me = Site(
-            rank=meeting.rank,
-            sites=meeting.sites,
-            host=socket.gethostname(),
-            interface=taken.interface or "?",
-            address=address,
-            port=listener.getsockname()[1],
-            versions=versions(),
-            findings=findings,
-        )
-        return examine(board, me, listener, timeout_s, tell), board
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
-from typing import Any
 
 
 class Level(IntEnum):
@@ -20,27 +19,18 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one check."""
+    """A result of a check."""
 
     level: Level
     what: str  # subject of the check, in a word or two
     said: str  # result, one sentence
     remedy: str = ""  # what the user should do, if anything
 
-    def told(self) -> dict[str, Any]:
-        """Returns the finding in JSON types, in a form that is independent of versions."""
-        return {**vars(self), "level": self.level.name}
-
 
 ok = partial(Finding, Level.OK)
 note = partial(Finding, Level.NOTE)
 warning = partial(Finding, Level.WARNING)
 problem = partial(Finding, Level.PROBLEM)
-
-
-def heard(told: dict[str, Any]) -> Finding:
-    """Returns a finding from the form of `Finding.told`."""
-    return Finding(**{**told, "level": Level[told["level"]]})
 
 
 def merged(findings_S: Sequence[Sequence[Finding]], ranks: Sequence[int]) -> list[Finding]:

@@ -2,27 +2,99 @@
 
 from __future__ import annotations
 
-import ipaddress
+import os
 import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from ipaddress import ip_address
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from outergrad._amounts import amount, many
 from outergrad.launch.links import ShapedLink, what_is_missing
 from outergrad.launch.machine import cores, versions
+from outergrad.launch.traffic import Interfaces, interfaces
 from outergrad.tools.doctor.findings import Finding, named, note, ok, problem, warning
 
-_VIRTUAL = ("docker", "br-", "virbr", "veth", "tailscale", "wg", "tun", "tap")
 
-Interfaces = Mapping[str, Sequence[str]]
+def look_at_machine(*, sites_here: int = 1) -> list[Finding]:
+    """Checks this machine, on which `sites_here` sites run."""
+    folder = tempfile.gettempdir()
+    gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    nccl = torch.cuda.nccl.version() if gpus and dist.is_nccl_available() else ()  # pyright: ignore[reportAttributeAccessIssue]
+    return [
+        *check_software(versions(), dist.is_available() and dist.is_gloo_available()),
+        *check_gpus(gpus, torch.version.cuda, ".".join(map(str, nccl))),
+        *check_extras(lambda module: find_spec(module) is not None),
+        *check_interface(taken_here(), socket.gethostname(), interfaces()),
+        *check_threads(os.environ, torch.get_num_threads(), cores(), sites_here),
+        *check_variables(os.environ),
+        *check_room(_most_open_files(), folder, shutil.disk_usage(folder).free),
+        *check_shaping(what_is_missing(ShapedLink(rate_bit_per_s=1e8), 2)),
+    ]
+
+
+LEAST = {"python": "3.10", "torch": "2.11", "numpy": "1.26"}
+"""Oldest supported versions, as in pyproject.toml."""
+
+
+def check_software(versions: Mapping[str, str], has_gloo: bool) -> Iterator[Finding]:
+    """Checks that versions are new enough, and that torch has gloo."""
+    for name, least in LEAST.items():
+        version, remedy = versions[name], f"pip install --upgrade '{name}>={least}'"
+        if name == "python":
+            remedy = f"install Python {least} or later"
+        if _numbers(version) < _numbers(least):
+            yield problem(name, f"{version} is too old: {least} or later is needed", remedy)
+        else:
+            yield ok(name, version)
+    if has_gloo:
+        yield ok("gloo", "available: this is what carries the exchange between sites")
+    else:
+        said = "this build of torch has no gloo, which carries the exchange between sites"
+        yield problem("gloo", said, "install torch from pytorch.org or with pip")
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
+
+
+def check_gpus(names: Sequence[str], cuda: str | None, nccl: str) -> Iterator[Finding]:
+    """Reports the GPUs that torch finds, with versions; none are needed."""
+    if names:
+        counted = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+        carried = f"NCCL {nccl}" if nccl else "without NCCL"
+        yield ok("GPU", f"{counted}, CUDA {cuda}; {carried}")
+    elif cuda:
+        said = f"torch is built for CUDA {cuda} but sees no GPU: training runs on the processor"
+        yield note("GPU", said, "if this machine has one, see whether `nvidia-smi` finds it")
+    else:
+        yield ok("GPU", "none, and none needed: training runs on the processor")
+
+
+EXTRAS = {
+    "cli": (("typer", "rich", "sklearn", "psutil"), "the command line"),
+    "bench": (("matplotlib", "seaborn"), "plots of `outergrad bench`"),
+    "report": (("pandas", "plotly"), "reports of a run"),
+    "tensorboard": (("tensorboard",), "runs in TensorBoard"),
+}
+"""Modules that each extra installs, and their purpose."""
+
+
+def check_extras(has: Callable[[str], bool]) -> Iterator[Finding]:
+    """Reports which extras are installed; `has` tells if a module can be imported."""
+    there = [name for name, (modules, _) in EXTRAS.items() if all(map(has, modules))]
+    if there:
+        yield ok("extras", f"installed: {', '.join(there)}")
+    for name, (_, use) in EXTRAS.items():
+        if name not in there:
+            said = f"{name} is not installed: {use}"
+            yield note("extras", said, f"pip install 'outergrad[{name}]'")
 
 
 @dataclass(frozen=True)
@@ -34,14 +106,9 @@ class Taken:
     why: str  # "variable", "hostname", or "fallback" if the machine's name does not help
 
 
-def interfaces() -> dict[str, list[str]]:
-    """Addresses of each network interface that is up."""
-    state, kinds = psutil.net_if_stats(), (socket.AF_INET, socket.AF_INET6)
-    return {
-        name: [a.address.partition("%")[0] for a in addresses if a.family in kinds]
-        for name, addresses in psutil.net_if_addrs().items()
-        if name in state and state[name].isup
-    }
+def taken_here() -> Taken:
+    """Returns the address that gloo will use on this machine."""
+    return taken_by_gloo(os.environ, socket.gethostname(), interfaces())
 
 
 def resolve(host: str) -> list[str]:
@@ -53,11 +120,6 @@ def resolve(host: str) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found))
 
 
-def taken_here(environment: Mapping[str, str]) -> Taken:
-    """Returns the address that gloo will use on this machine."""
-    return taken_by_gloo(environment, socket.gethostname(), interfaces())
-
-
 def taken_by_gloo(
     environment: Mapping[str, str],
     host: str,
@@ -67,77 +129,85 @@ def taken_by_gloo(
     """Returns the address that gloo will use, by its own rules, on a machine of this name."""
     if wanted := environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         return Taken(next(iter(present.get(wanted, ())), None), wanted, "variable")
+    holders = {address: name for name, addresses in present.items() for address in addresses}
     for address in lookup(host):
-        holder = _holder(address, present)
-        if holder or ipaddress.ip_address(address).is_loopback:
-            return Taken(address, holder, "hostname")
-    return Taken("127.0.0.1", _holder("127.0.0.1", present), "fallback")
+        if address in holders or ip_address(address).is_loopback:
+            return Taken(address, holders.get(address), "hostname")
+    return Taken("127.0.0.1", holders.get("127.0.0.1"), "fallback")
 
 
-def _holder(address: str, present: Interfaces) -> str | None:
-    return next((name for name, addresses in present.items() if address in addresses), None)
-
-
-def best_interface(present: Interfaces) -> str | None:
-    """Returns the interface that probably leads to other machines."""
-    outward = [name for name, addresses in present.items() if any(map(_reachable, addresses))]
-    return min(outward, key=lambda name: name.startswith(_VIRTUAL), default=None)
-
-
-def _reachable(address: str) -> bool:
-    ip = ipaddress.ip_address(address)
-    return not (ip.is_loopback or ip.is_link_local)
-
-
-def check_interface(taken: Taken, host: str, present: Interfaces) -> Finding:
+def check_interface(taken: Taken, host: str, present: Interfaces) -> Iterator[Finding]:
     """Checks that gloo starts on the machine of this name, and that others can reach it."""
     if taken.address is None:
         said = f"GLOO_SOCKET_IFNAME names {taken.interface}, which is not there or has no address"
         remedy = f"choose one of {', '.join(sorted(present))}, or unset it"
-        return problem("interface", f"{said}: gloo will not start", remedy)
+        yield problem("interface", f"{said}: gloo will not start", remedy)
+        return
     because = {
         "variable": "as GLOO_SOCKET_IFNAME says",
         "hostname": f"the address of this machine's name, {host}",
         "fallback": f"since this machine's name, {host}, is not known as an address of it",
     }[taken.why]
     said = f"gloo will use {taken.address} ({taken.interface or '?'}), {because}"
-    if not ipaddress.ip_address(taken.address).is_loopback:
-        return ok("interface", said)
+    if not ip_address(taken.address).is_loopback:
+        yield ok("interface", said)
+        return
     said += "; that does for sites on this machine, but no other machine can reach it"
     remedy = "connect this machine to a network first"
-    if best := best_interface(present):
-        address = next(filter(_reachable, present[best]))
-        remedy = f"export GLOO_SOCKET_IFNAME={best}  ({address})"
+    if outward := best_interface(present):
+        remedy = "export GLOO_SOCKET_IFNAME={}  ({})".format(*outward)
     level = note if taken.why == "variable" else warning
-    return level("interface", said, remedy)
+    yield level("interface", said, remedy)
 
 
-def check_addresses(addresses: Mapping[int, str]) -> list[Finding]:
+def check_addresses(addresses: Mapping[int, str]) -> Iterator[Finding]:
     """Checks that sites on several machines listen at suitable addresses, given by rank."""
-    ips = {rank: ipaddress.ip_address(address) for rank, address in addresses.items()}
-    if local := [rank for rank, ip in ips.items() if ip.is_loopback]:
+    local = [rank for rank, address in addresses.items() if ip_address(address).is_loopback]
+    public = [rank for rank, address in addresses.items() if ip_address(address).is_global]
+    if local:
         said = f"{named(local)} listens at {addresses[local[0]]}, where no other machine "
         said += "can reach it"
         remedy = "name the interface that leads to the others there, as GLOO_SOCKET_IFNAME=eth0"
-        return [problem("addresses", said, remedy)]
-    if public := [rank for rank, ip in ips.items() if ip.is_global]:
+        yield problem("addresses", said, remedy)
+    elif public:
         said = f"{named(public)} uses a public address: PyTorch neither encrypts nor asks who "
         said += "is calling"
         remedy = "use a private network or a VPN, and name its interface in GLOO_SOCKET_IFNAME"
-        return [warning("addresses", said, remedy)]
-    return [ok("addresses", "all private: none is of the open internet")]
+        yield warning("addresses", said, remedy)
+    else:
+        yield ok("addresses", "all private: none is of the open internet")
 
 
-LEAST = {"python": "3.10", "torch": "2.11", "numpy": "1.26"}
-"""Oldest supported versions, as in pyproject.toml."""
+_VIRTUAL = ("docker", "br-", "virbr", "veth", "tailscale", "wg", "tun", "tap")
 
-EXTRAS = {
-    "cli": (("typer", "rich", "sklearn", "psutil"), "the command line"),
-    "bench": (("matplotlib", "seaborn"), "plots of `outergrad bench`"),
-    "report": (("pandas", "plotly"), "reports of a run"),
-    "tensorboard": (("tensorboard",), "runs in TensorBoard"),
-}
-"""Modules that each extra installs, and their purpose."""
+
+def best_interface(present: Interfaces) -> tuple[str, str] | None:
+    """Returns the interface that probably leads to other machines, and its address there."""
+    outward = [
+        (name, address)
+        for name, addresses in present.items()
+        for address in addresses
+        if not (ip_address(address).is_loopback or ip_address(address).is_link_local)
+    ]
+    return min(outward, key=lambda found: found[0].startswith(_VIRTUAL), default=None)
+
+
+def check_threads(
+    environment: Mapping[str, str], threads: int, cores: int, sites: int
+) -> Iterator[Finding]:
+    """Checks that PyTorch's threads fit the cores that the sites of this machine share."""
+    wanted = max(1, cores // sites)
+    said = f"{threads} for {many(cores, 'core')}"
+    said += f" and {sites} sites on this machine" if sites > 1 else ""
+    remedy = f"export OMP_NUM_THREADS={wanted}"
+    if threads > wanted:
+        yield warning("threads", f"{said}: they will fight for them", remedy)
+    elif threads < wanted:
+        why = " (torchrun sets OMP_NUM_THREADS=1)" if "TORCHELASTIC_RUN_ID" in environment else ""
+        yield note("threads", f"{said}: some stay idle{why}", remedy)
+    else:
+        yield ok("threads", said)
+
 
 _SET = r"(?!0?$).*"
 _BROKEN = "unset {name}, unless that is broken here"
@@ -173,36 +243,40 @@ VARIABLES: dict[str, tuple[str, Callable[..., Finding], str, str]] = {
 }
 """Environment variables with surprising effects: pattern of values, level, sentence, remedy."""
 
+
+def check_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Reports environment variables that will surprise the user."""
+    found = {
+        name: value
+        for name, (surprising, *_) in VARIABLES.items()
+        if (value := environment.get(name)) is not None
+        and re.fullmatch(surprising, value, re.IGNORECASE | re.DOTALL)
+    }
+    for name, value in found.items():
+        _, level, said, remedy = VARIABLES[name]
+        yield level("variables", said.format(name=name, value=value), remedy.format(name=name))
+    if not found:
+        yield ok("variables", "no environment variable that is known to hurt")
+
+
 _LEAST_FILES = 256
 _LEAST_DISK_BYTES = 1_000_000_000
 
 
-def look_at_machine(environment: Mapping[str, str], *, sites_here: int = 1) -> list[Finding]:
-    """Checks this machine, on which `sites_here` sites run, in this process's environment."""
-    folder = tempfile.gettempdir()
-    found = versions()
-    return [
-        *(check_version(name, found[name]) for name in LEAST),
-        check_gloo(dist.is_available() and dist.is_gloo_available()),
-        check_gpus(*_gpus()),
-        *check_extras(lambda module: find_spec(module) is not None),
-        check_interface(taken_here(environment), socket.gethostname(), interfaces()),
-        check_threads(environment, torch.get_num_threads(), cores(), sites_here),
-        *check_variables(environment),
-        check_open_files(_most_open_files()),
-        check_disk(folder, shutil.disk_usage(folder).free),
-        check_shaping(what_is_missing(ShapedLink(rate_bit_per_s=1e8), 2)),
-    ]
-
-
-def _gpus() -> tuple[list[str], str | None, str | None]:
-    """Names of the devices, and the versions of torch's CUDA and of NCCL."""
-    cuda, nccl = torch.version.cuda, None
-    if not torch.cuda.is_available():
-        return [], cuda, nccl
-    if dist.is_nccl_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # pyright: ignore[reportAttributeAccessIssue]
-    return [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())], cuda, nccl
+def check_room(most_files: int | None, folder: str, free_bytes: int) -> Iterator[Finding]:
+    """Checks that a process may open enough sockets, and that temporary files have room."""
+    if most_files is None:
+        yield ok("open files", "no limit")
+    elif most_files < _LEAST_FILES:
+        said = f"a process may open only {most_files}, sockets included"
+        yield warning("open files", said, "ulimit -n 1024")
+    else:
+        yield ok("open files", f"up to {most_files:,}")
+    said = f"{amount(free_bytes)} free in {folder}"
+    if free_bytes < _LEAST_DISK_BYTES:
+        yield warning("disk", said, "make room, or let TMPDIR name another folder")
+    else:
+        yield ok("disk", said)
 
 
 def _most_open_files() -> int | None:
@@ -214,96 +288,9 @@ def _most_open_files() -> int | None:
     return None if most == resource.RLIM_INFINITY else most
 
 
-def check_version(name: str, version: str) -> Finding:
-    """Checks that a version is new enough."""
-    least, remedy = LEAST[name], f"pip install --upgrade '{name}>={LEAST[name]}'"
-    if name == "python":
-        remedy = f"install Python {least} or later"
-    if _numbers(version) < _numbers(least):
-        return problem(name, f"{version} is too old: {least} or later is needed", remedy)
-    return ok(name, version)
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:2]]
-
-
-def check_gloo(available: bool) -> Finding:
-    """Checks that this build of torch has gloo."""
-    if available:
-        return ok("gloo", "available: this is what carries the exchange between sites")
-    said = "this build of torch has no gloo, which carries the exchange between sites"
-    return problem("gloo", said, "install torch from pytorch.org or with pip")
-
-
-def check_gpus(names: Sequence[str], cuda: str | None, nccl: str | None) -> Finding:
-    """Reports the GPUs that torch finds, with versions; none are needed."""
-    if names:
-        counted = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-        carried = f"NCCL {nccl}" if nccl else "without NCCL"
-        return ok("GPU", f"{counted}, CUDA {cuda}; {carried}")
-    if cuda:
-        said = f"torch is built for CUDA {cuda} but sees no GPU: training runs on the processor"
-        return note("GPU", said, "if this machine has one, see whether `nvidia-smi` finds it")
-    return ok("GPU", "none, and none needed: training runs on the processor")
-
-
-def check_extras(has: Callable[[str], bool]) -> list[Finding]:
-    """Reports which extras are installed; `has` tells if a module can be imported."""
-    there = [name for name, (modules, _) in EXTRAS.items() if all(map(has, modules))]
-    findings = [ok("extras", f"installed: {', '.join(there)}")] if there else []
-    return findings + [
-        note("extras", f"{name} is not installed: {use}", f"pip install 'outergrad[{name}]'")
-        for name, (_, use) in EXTRAS.items()
-        if name not in there
-    ]
-
-
-def check_variables(environment: Mapping[str, str]) -> list[Finding]:
-    """Reports environment variables that will surprise the user."""
-    found = [
-        level("variables", said.format(name=name, value=value), remedy.format(name=name))
-        for name, (surprising, level, said, remedy) in VARIABLES.items()
-        if (value := environment.get(name)) is not None
-        and re.fullmatch(surprising, value, re.IGNORECASE | re.DOTALL)
-    ]
-    return found or [ok("variables", "no environment variable that is known to hurt")]
-
-
-def check_threads(
-    environment: Mapping[str, str], threads: int, cores: int, processes: int
-) -> Finding:
-    """Checks that PyTorch's threads fit the cores that the sites of this machine share."""
-    wanted = max(1, cores // processes)
-    said = f"{threads} for {many(cores, 'core')}"
-    said += f" and {processes} sites on this machine" if processes > 1 else ""
-    remedy = f"export OMP_NUM_THREADS={wanted}"
-    if threads > wanted:
-        return warning("threads", f"{said}: they will fight for them", remedy)
-    if threads < wanted:
-        why = " (torchrun sets OMP_NUM_THREADS=1)" if "TORCHELASTIC_RUN_ID" in environment else ""
-        return note("threads", f"{said}: some stay idle{why}", remedy)
-    return ok("threads", said)
-
-
-def check_open_files(most: int | None) -> Finding:
-    """Checks that a process may open enough sockets; None means no limit."""
-    if most is not None and most < _LEAST_FILES:
-        said = f"a process may open only {most}, sockets included"
-        return warning("open files", said, "ulimit -n 1024")
-    return ok("open files", "no limit" if most is None else f"up to {most:,}")
-
-
-def check_disk(folder: str, free_bytes: int) -> Finding:
-    """Checks that there is room for temporary files."""
-    said = f"{amount(free_bytes)} free in {folder}"
-    if free_bytes < _LEAST_DISK_BYTES:
-        return warning("disk", said, "make room, or let TMPDIR name another folder")
-    return ok("disk", said)
-
-
-def check_shaping(missing: str | None) -> Finding:
+def check_shaping(missing: str | None) -> Iterator[Finding]:
     """Reports if `outergrad bench` can limit links here; `missing` says why not."""
     if missing is None:
-        return ok("slow links", "`outergrad bench --link` can make them on this machine")
-    return note("slow links", f"for `outergrad bench` alone: {missing}")
+        yield ok("slow links", "`outergrad bench --link` can make them on this machine")
+    else:
+        yield note("slow links", f"for `outergrad bench` alone: {missing}")

@@ -47,11 +47,12 @@ def in_threads(ranks, body: Callable[[int], T]) -> dict[int, T]:
     return results
 
 
-def boards(sites: int, ranks=None) -> list[Board]:
+def boards(sites: int, ranks=None, tell=lambda _: None) -> list[Board]:
     """A board for each of the ranks; all share one store."""
     store = HashStore()
     store.set_timeout(timedelta(seconds=10))
-    return [Board(store, rank, sites) for rank in (range(sites) if ranks is None else ranks)]
+    ranks = range(sites) if ranks is None else ranks
+    return [Board(store, rank, sites, tell) for rank in ranks]
 
 
 def examined(

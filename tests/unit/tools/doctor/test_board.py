@@ -8,13 +8,13 @@ import time
 import pytest
 from made_up_sites import boards
 
-from outergrad.tools.doctor.meeting import bounded
+from outergrad.comm.board import bounded
 
 HANGS = """
 import sys, time
 from outergrad import cli
 from outergrad.tools.commands import app
-from outergrad.tools.doctor.meeting import bounded
+from outergrad.comm.board import bounded
 
 def command():
     try:
@@ -54,10 +54,10 @@ def test_a_process_ends_though_work_hangs():
 
 
 def test_who_is_silent_is_told_after_the_limit_and_what_is_there_is_read():
-    first, second = boards(2)
-    second.post("note/1", "here")
     heard = []
-    assert first.wait("note", [0, 1], 0.05, heard.append) == [0]
+    first, second = boards(2, tell=heard.append)
+    second.post("note/1", "here")
+    assert first.wait("note", [0, 1], 0.05) == [0]
     assert heard[0] == "waiting for site 0"
     assert first.read_all("note", [0, 1]) == {1: "here"}
     first.post("note/0", "too")

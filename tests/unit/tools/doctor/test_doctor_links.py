@@ -6,27 +6,27 @@ import socket
 from itertools import combinations
 
 import pytest
-from made_up_sites import in_threads, site
+from made_up_sites import boards, in_threads, site
 
+from outergrad.tools.doctor import links
 from outergrad.tools.doctor.findings import Level
 from outergrad.tools.doctor.links import (
     Measured,
-    Rates,
     check_links,
-    combine,
     connect,
     ddp_step_s,
     listen,
     measure,
+    measured,
     rounds,
 )
+from outergrad.tools.doctor.meeting import Roll, UnmetError
 
-ADDRESSES = {0: "10.0.0.1:40000", 1: "10.0.0.2:40001", 2: "10.0.0.3:40002"}
-EVEN = {"rtt_s": 0.01, "rates": {"alone": 1e7, "alone_back": 1e7, "both": 9e6, "both_back": 9e6}}
+EVEN = {"rtt_s": 0.01, "alone": 1e7, "alone_back": 1e7, "both": 9e6, "both_back": 9e6}
 
 
 def link(alone=1e7, alone_back=1e7, both=9e6, both_back=9e6, rtt_s=0.01, lower=0, higher=1):
-    return Measured(lower, higher, rtt_s, Rates(alone, alone_back, both, both_back))
+    return Measured(lower, higher, rtt_s, alone, alone_back, both, both_back)
 
 
 @pytest.mark.parametrize("sites", range(2, 10))
@@ -47,9 +47,9 @@ def test_a_line_is_measured_alike_from_both_ends():
     with ends[0], ends[1]:
         found = in_threads((0, 1), lambda rank: measure(ends[rank], lower=rank == 0))
     assert found[0] == found[1]
-    rtt_s, rates = found[0]
-    assert 0 < rtt_s < 1
-    assert rates.slowest > 1e6
+    link = Measured(0, 1, **found[0])
+    assert 0 < link.rtt_s < 1
+    assert link.slowest > 1e6
 
 
 def test_a_peer_that_closes_is_an_error():
@@ -57,6 +57,12 @@ def test_a_peer_that_closes_is_an_error():
     ends[1].close()
     with ends[0], pytest.raises(OSError, match=r"closed|pipe|reset"):
         measure(ends[0], lower=True)
+
+
+def test_an_address_of_another_machine_is_a_finding():
+    with pytest.raises(UnmetError, match=r"cannot listen at 192\.0\.2\.1: ") as caught:
+        listen("192.0.2.1")
+    assert caught.value.finding.what == "interface"
 
 
 def test_strangers_are_not_taken_for_a_site():
@@ -78,17 +84,27 @@ def test_strangers_are_not_taken_for_a_site():
 
 
 def test_both_sites_tell_of_a_pair():
-    told = {0: {"outgoing": None, **EVEN}, 1: {"outgoing": "refused", **EVEN}}
-    found = combine((0, 1), told, ADDRESSES)
-    assert found.rates == Rates(**EVEN["rates"])
-    assert found.failures == ("site 1 cannot connect to site 0 at 10.0.0.1:40000: refused",)
-    assert combine((0, 1), {}, ADDRESSES) == Measured(0, 1)
-    stopped = combine((0, 1), {1: {"outgoing": None, "stopped": "timed out"}}, ADDRESSES)
-    assert stopped.failures == ("site 0 stopped answering site 1 while they measured",)
+    first, second, _ = boards(3)
+    why = "site 1 cannot connect to site 0 at 10.0.0.1:40000: refused"
+    first.post("pair/0-1/0", {"failures": [], "figures": EVEN})
+    second.post("pair/0-1/1", {"failures": [why], "figures": EVEN})
+    even, *others = measured(first, Roll([site(0), site(1), site(2)]))
+    assert even == Measured(0, 1, **EVEN, failures=[why])
+    assert others == [Measured(0, 2, failures=[]), Measured(1, 2, failures=[])]
 
 
-def sentences(links, sites=2, rehearsal=False):
-    return [(f.level, f.said) for f in check_links(links, sites, rehearsal=rehearsal)]
+def test_a_site_that_stops_while_it_is_measured_is_named(monkeypatch):
+    ends = socket.socketpair()
+    ends[1].close()
+    monkeypatch.setattr(links, "connect", lambda *_: (ends[0], None))
+    sites = [site(0), site(1)]
+    assert links._measure(None, sites[1], sites[0], "secret")["failures"] == [
+        "site 0 stopped answering site 1 while they measured"
+    ]
+
+
+def sentences(found, sites=2, rehearsal=False):
+    return [(f.level, f.said) for f in check_links(found, sites, rehearsal=rehearsal)]
 
 
 def test_an_even_link_needs_two_lines():
@@ -99,8 +115,8 @@ def test_an_even_link_needs_two_lines():
 
 
 def test_the_slowest_pair_is_named():
-    links = [link(), link(both=1e6, lower=0, higher=2), link(lower=1, higher=2)]
-    said = [said for _, said in sentences(links, 3)]
+    found = [link(), link(both=1e6, lower=0, higher=2), link(lower=1, higher=2)]
+    said = [said for _, said in sentences(found, 3)]
     assert "1.0 Mbit/s between sites 0 and 2, the slowest" in said
 
 

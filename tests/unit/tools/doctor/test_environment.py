@@ -5,8 +5,7 @@ import pytest
 from outergrad.tools.doctor.findings import Level
 from outergrad.tools.doctor.machine import (
     VARIABLES,
-    check_disk,
-    check_open_files,
+    check_room,
     check_shaping,
     check_threads,
     check_variables,
@@ -35,7 +34,8 @@ def test_a_variable_that_bites_is_named(name):
 
 
 def test_debug_says_what_it_costs():
-    assert "8 ms" in check_variables({"TORCH_DISTRIBUTED_DEBUG": "detail"})[0].said
+    (finding,) = check_variables({"TORCH_DISTRIBUTED_DEBUG": "detail"})
+    assert "8 ms" in finding.said
 
 
 @pytest.mark.parametrize(
@@ -48,19 +48,23 @@ def test_debug_says_what_it_costs():
     ],
 )
 def test_threads(threads, cores, processes, level, remedy):
-    finding = check_threads({}, threads, cores, processes)
+    (finding,) = check_threads({}, threads, cores, processes)
     assert (finding.level, finding.remedy) == (level, remedy)
 
 
 def test_torchrun_is_blamed_for_its_one_thread():
-    said = check_threads({"TORCHELASTIC_RUN_ID": "1"}, 1, 8, 1).said
-    assert "torchrun sets OMP_NUM_THREADS=1" in said
+    (finding,) = check_threads({"TORCHELASTIC_RUN_ID": "1"}, 1, 8, 1)
+    assert "torchrun sets OMP_NUM_THREADS=1" in finding.said
 
 
 def test_limits():
-    assert check_open_files(64).level == Level.WARNING
-    assert check_open_files(None).level == check_open_files(1024).level == Level.OK
-    assert check_disk("/tmp", 10**6).level == Level.WARNING
-    assert check_disk("/tmp", 10**10).level == Level.OK
-    assert check_shaping(None).level == Level.OK
-    assert "needs root" in check_shaping("--link 100mbit needs root: run as root").said
+    for most_files, level in ((64, Level.WARNING), (None, Level.OK), (1024, Level.OK)):
+        files, _ = check_room(most_files, "/tmp", 10**10)
+        assert files.level == level
+    for free_bytes, level in ((10**6, Level.WARNING), (10**10, Level.OK)):
+        _, disk = check_room(None, "/tmp", free_bytes)
+        assert disk.level == level
+    (shaped,) = check_shaping(None)
+    assert shaped.level == Level.OK
+    (unshaped,) = check_shaping("--link 100mbit needs root: run as root")
+    assert "needs root" in unshaped.said

@@ -52,15 +52,16 @@ CASES = {
 @pytest.mark.parametrize(("environment", "found", "taken", "level"), CASES.values(), ids=CASES)
 def test_what_gloo_takes(environment, found, taken, level):
     assert taken_by_gloo(environment, "host", PRESENT, lambda _: found) == taken
-    finding = check_interface(taken, "host", PRESENT)
+    (finding,) = check_interface(taken, "host", PRESENT)
     assert finding.level == level
     if level == Level.WARNING:
         assert finding.remedy == "export GLOO_SOCKET_IFNAME=eth0  (10.0.0.5)"
 
 
 def test_the_interface_to_take_is_none_of_containers():
-    assert best_interface(PRESENT) == "eth0"
-    assert best_interface({"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"]}) == "docker0"
+    assert best_interface(PRESENT) == ("eth0", "10.0.0.5")
+    alone = {"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"]}
+    assert best_interface(alone) == ("docker0", "172.17.0.1")
     assert best_interface({"lo": ["127.0.0.1"], "eth0": ["169.254.3.4", "fe80::1"]}) is None
 
 
@@ -72,7 +73,8 @@ def test_this_machine_has_interfaces_and_a_name():
 
 
 def test_addresses_of_several_machines():
-    assert check_addresses({0: "10.0.0.1", 1: "192.168.1.7"})[0].level == Level.OK
+    (private,) = check_addresses({0: "10.0.0.1", 1: "192.168.1.7"})
+    assert private.level == Level.OK
     (public,) = check_addresses({0: "10.0.0.1", 1: "8.8.8.8"})
     assert (public.level, "site 1" in public.said) == (Level.WARNING, True)
     (local,) = check_addresses({0: "127.0.1.1", 1: "8.8.8.8"})

@@ -7,9 +7,8 @@ from outergrad.tools.doctor.machine import (
     EXTRAS,
     LEAST,
     check_extras,
-    check_gloo,
     check_gpus,
-    check_version,
+    check_software,
 )
 from places import REPOSITORY
 
@@ -30,6 +29,11 @@ def test_the_extras_are_those_of_the_package():
             assert f'"{module.replace("sklearn", "scikit-learn")}>=' in PYPROJECT
 
 
+def software(has_gloo: bool = True, **versions: str) -> dict:
+    """Findings by subject, where other versions are as they should be."""
+    return {finding.what: finding for finding in check_software({**LEAST, **versions}, has_gloo)}
+
+
 @pytest.mark.parametrize(
     ("name", "version", "level", "said"),
     [
@@ -41,20 +45,23 @@ def test_the_extras_are_those_of_the_package():
     ],
 )
 def test_versions(name, version, level, said):
-    finding = check_version(name, version)
+    finding = software(**{name: version})[name]
     assert (finding.level, finding.said) == (level, said)
     assert bool(finding.remedy) == (level == Level.PROBLEM)
 
 
 def test_gloo_is_needed():
-    assert check_gloo(True).level == Level.OK
-    assert check_gloo(False).level == Level.PROBLEM
+    assert software()["gloo"].level == Level.OK
+    assert software(has_gloo=False)["gloo"].level == Level.PROBLEM
 
 
 def test_gpus_are_counted_and_not_needed():
-    assert check_gpus(["H100", "H100"], "12.8", "2.27.5").said == "2 x H100, CUDA 12.8; NCCL 2.27.5"
-    assert check_gpus([], None, None).level == Level.OK
-    assert "sees no GPU" in check_gpus([], "12.8", None).said
+    (two,) = check_gpus(["H100", "H100"], "12.8", "2.27.5")
+    assert two.said == "2 x H100, CUDA 12.8; NCCL 2.27.5"
+    (none,) = check_gpus([], None, "")
+    assert none.level == Level.OK
+    (unseen,) = check_gpus([], "12.8", "")
+    assert "sees no GPU" in unseen.said
 
 
 def test_a_missing_extra_is_said_with_its_use():
