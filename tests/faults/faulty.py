@@ -14,7 +14,7 @@ from torch import Tensor
 from outergrad.comm.torch import TorchComm
 from outergrad.comm.work import tag_of
 from outergrad.messages.vote import WORDS
-from outergrad.step.groups import on_transport
+from outergrad.step.transport_state import on_transport
 
 Change = Callable[[int, int, list[Tensor]], None]
 """Is given a site, the number of a message that reached it, and its parts by sender; or a sum."""

@@ -34,8 +34,8 @@ from outergrad.comm.work import tag_of
 from outergrad.commit.digests import Digests
 from outergrad.core.errors import BoardGoneError, ExchangeError
 from outergrad.messages.vote import WORDS
-from outergrad.step.groups import on_transport
 from outergrad.step.step import SharedStep
+from outergrad.step.transport_state import on_transport
 
 Tell = Callable[..., None]
 """Writes a line of what happened, with its time."""

@@ -16,7 +16,7 @@ import outergrad as og
 from outergrad.comm.failure_mailbox import FailureMailbox
 from outergrad.comm.failure_report import FailureReport
 from outergrad.session import farewell as _farewell
-from outergrad.step.groups import Sessions, on_transport
+from outergrad.step.transport_state import TransportState, on_transport
 from ranks import run_ranks
 
 # Forked, so that PyTorch is imported once; each process goes through Python's own end.
@@ -178,7 +178,7 @@ def test_an_error_is_told_once_and_then_as_ever(hook):
 
 
 def test_a_forked_process_leaves_no_word(hook, monkeypatch):
-    store, sessions = dist.HashStore(), Sessions()
+    store, sessions = dist.HashStore(), TransportState()
     farewell = _farewell.Farewell(sessions, FailureMailbox(store, 0, 2, 7), 7)
     before = store.num_keys()
     monkeypatch.setattr(os, "getpid", lambda: -1)

@@ -17,7 +17,7 @@ import outergrad as og
 from cases import mlp
 from covering import covering
 from outergrad.messages.vote import WORDS
-from outergrad.step.groups import on_transport
+from outergrad.step.transport_state import on_transport
 from ranks import run_on_lasting_groups, run_ranks
 
 DAMAGED = 3

@@ -24,7 +24,7 @@ from outergrad.commit.participant import CommitParticipant
 from outergrad.commit.step_result import StepResult
 from outergrad.commit.watcher import POLL_S, Watcher
 from outergrad.core.errors import BoardGoneError, ExchangeError, Failure
-from outergrad.step.groups import on_transport
+from outergrad.step.transport_state import on_transport
 from ranks import run_ranks
 
 LAST = 3

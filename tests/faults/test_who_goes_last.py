@@ -21,7 +21,7 @@ from outergrad.comm.backends import ends_with_a_site
 from outergrad.comm.failure_report import FailureReport
 from outergrad.commit.board_io import performed
 from outergrad.commit.digests import Digests
-from outergrad.step.groups import on_transport
+from outergrad.step.transport_state import on_transport
 from ranks import run_ranks
 
 X = [torch.randn(4, 6, generator=torch.Generator().manual_seed(s)) for s in range(3)]

@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from outergrad.core.aggregate import Watched
+from outergrad.core.run_figures import Watched
 from outergrad.events import Event, Layer, Run, Scalars, Step
 from outergrad.record.jsonl import JSONL
 

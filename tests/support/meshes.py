@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from outergrad.launch.simulate import gloo_group
-from outergrad.step.groups import on_transport
+from outergrad.step.transport_state import on_transport
 from ranks import TIMEOUT, _in_threads, raise_first
 
 T = TypeVar("T")

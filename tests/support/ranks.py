@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from outergrad.launch.simulate import first_calls, gloo_group, share_generator
-from outergrad.step.groups import on_transport
+from outergrad.step.transport_state import on_transport
 
 first_calls()
 share_generator()

@@ -28,7 +28,7 @@ from outergrad.comm.agree import agree
 from outergrad.comm.process_group import TorchDistributed
 from outergrad.core.transport import Comm
 from outergrad.session.session import Session
-from outergrad.step.groups import end_unfinished, lost_sites_told
+from outergrad.step.transport_state import end_unfinished, lost_sites_told
 
 
 def first_of_folder(

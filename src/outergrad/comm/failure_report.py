@@ -102,7 +102,7 @@ def printable(text: str) -> str:
     return words if len(words) <= LONGEST_WHY else f"{words[: LONGEST_WHY - 3]}..."
 
 
-# These raise one of the errors that `Standing.of` catches, if a value is malformed.
+# These raise one of the errors that `FailureReport.of` catches, if a value is malformed.
 
 
 def _a(kind: type[T], value: object) -> T:

@@ -274,9 +274,9 @@ class TorchComm(Comm):
     ) -> list[str | None] | None:
         """Leaves a text for the other sites, closes the connections, and gathers their texts.
 
-        Returns None if the group has no store, or it is gone; `LastWords` explains the arguments.
+        The arguments are those of `FailureMailbox`. Returns None if there is no store, or no more.
         """
-        words = self._last_words(session)
+        words = self._mailbox(session)
         if words is None:
             self.close()
             return None
@@ -286,9 +286,9 @@ class TorchComm(Comm):
 
     def notes(self, session: int) -> FailureMailbox | None:
         """Returns the mailbox for farewells, which waits only briefly; None without a store."""
-        return self._last_words(session, _BRIEFLY_S)
+        return self._mailbox(session, _BRIEFLY_S)
 
-    def _last_words(self, session: int, limit_s: float | None = None) -> FailureMailbox | None:
+    def _mailbox(self, session: int, limit_s: float | None = None) -> FailureMailbox | None:
         """Returns the mailbox of the group, or of its mesh; None if the sites share no store."""
         if self.mesh is not None and self.mesh.has_place:
             return self.mesh.words(session, limit_s)

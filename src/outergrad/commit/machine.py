@@ -7,6 +7,12 @@ It is pure: no clock, no network, no tensors. The library performs its actions, 
 - `JOIN`: the barrier before which other sites join (`JoinState`).
 - `KEPT`: for each session, whether others may still ask for its last step (`KeptState`).
 
+Events of `SITE` and `JOIN` come from `CommitParticipant`, those of `KEPT` from `DeferredVotes`.
+What a site says of a step, its `Verdict`, is in its vote: the worst of all sites decides whether
+the step counts (`Ballot`), and the machine is told `DECIDED`. Without votes a step counts once all
+its messages have arrived, as the plan lets no site refuse it then. Where a site is lost, the sites
+that are left agree on the greatest step that one of them has made (`Agreement`).
+
 An event that a state has no row for is a mistake of the caller, and refused. A row with `RAISE` is
 none: the caller has to learn that the other sites gave up.
 """
@@ -116,13 +122,13 @@ class EventRefusedError(AssertionError):
         super().__init__(f"in the state {state.name} there is no event {event.name}")
 
 
-State = TypeVar("State", bound=Enum)
+StateT = TypeVar("StateT", bound=Enum)
 
 
-class Table(dict[tuple[State, Event], tuple[State, tuple[Action, ...]]]):
+class Table(dict[tuple[StateT, Event], tuple[StateT, tuple[Action, ...]]]):
     """Transitions: (state, event) -> (next state, actions). Others are refused."""
 
-    def __missing__(self, key: tuple[State, Event]) -> NoReturn:
+    def __missing__(self, key: tuple[StateT, Event]) -> NoReturn:
         """Refuses an event.
 
         Raises:

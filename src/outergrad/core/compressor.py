@@ -20,7 +20,9 @@ class Compressor(GatheredPayload, ResidualStore, Protocol):
     What it sends is told by kind of payload: it is itself a `GatheredPayload` of rows or entries,
     and has `sketches` for sums, a `merger` for rows that meet at an owner, and `replays` for
     blocks. Members with a value or a body suit a method without memory and without choices; a
-    derived class implements the rest.
+    derived class implements the rest. That is `DADCompressor` for captured factors, and
+    `methods/formed.py:FormedCompressor` for gradients that are formed before they are sent: derive
+    from it for a payload of one's own.
     """
 
     sketches: Sketches | None = None

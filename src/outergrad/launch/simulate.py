@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from outergrad.launch.errors import RecipeError, SiteError
 from outergrad.launch.processes import error_text
 from outergrad.launch.traffic import on_loopback
-from outergrad.step.groups import Sessions, on_transport
+from outergrad.step.transport_state import TransportState, on_transport
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -133,7 +133,7 @@ class _Simulation(Generic[T]):
         # A group whose last holder is DDP's reducer would wait for itself: all live until all
         # threads have ended.
         self._groups: dict[int, dist.ProcessGroup] = {}
-        self._sessions: list[Sessions] = []
+        self._sessions: list[TransportState] = []
 
     def run(self) -> list[T]:
         try:

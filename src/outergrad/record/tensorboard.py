@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outergrad.core.aggregate import about, figures
+from outergrad.core.run_figures import about, figures
 from outergrad.events import Change, End, Event, Layer, Mishap, Run, Trial
 from outergrad.record.recorders import checked
 

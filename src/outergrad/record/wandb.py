@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from outergrad.core.aggregate import GROUPS, about, figures
+from outergrad.core.run_figures import GROUPS, about, figures
 from outergrad.events import Change, End, Event, Layer, Mishap, Run, Scalars, Step, Trial
 from outergrad.record.recorders import checked
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outergrad._event_lines import START, Entry, GrowingFile, parsed, read
-from outergrad.core.aggregate import first_again
+from outergrad.core.run_figures import first_again
 from outergrad.events import Change, Layer, Mishap, Run, Step, Trial
 
 if TYPE_CHECKING:

@@ -55,7 +55,7 @@ from outergrad.session.transform_checks import capturing, check_transform, refus
 from outergrad.session.usual_method import usual_method
 from outergrad.step import buffers as _buffers
 from outergrad.step.buffers import SharedBuffers
-from outergrad.step.groups import (
+from outergrad.step.transport_state import (
     count_session,
     end_unfinished,
     lost_sites_told,

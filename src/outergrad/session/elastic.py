@@ -24,7 +24,7 @@ from outergrad.session.handover import Handover
 from outergrad.session.inspect import Inspection
 from outergrad.session.pricing import settle_again
 from outergrad.session.state import arrived, known_to_all, survived
-from outergrad.step.groups import end_unfinished, note_lost, on_transport, refuse_lost
+from outergrad.step.transport_state import end_unfinished, note_lost, on_transport, refuse_lost
 
 _LOG = logging.getLogger("outergrad")
 

@@ -14,7 +14,7 @@ from outergrad.core.errors import ExchangeError, Failure, SiteLostError, SitesCh
 from outergrad.session.core import Core
 from outergrad.session.running_step import SyncedStep
 from outergrad.step import param_grad
-from outergrad.step.groups import give_up, note_lost
+from outergrad.step.transport_state import give_up, note_lost
 
 
 class FailureHandler:
@@ -90,7 +90,7 @@ class FailureHandler:
             step.clear()
         return found.counted
 
-    def counts_elsewhere(self, step: SyncedStep, error: ExchangeError) -> bool:
+    def abort_and_settle(self, step: SyncedStep, error: ExchangeError) -> bool:
         """Aborts the transport; True if a remaining site has made the step, so that it counts.
 
         The next step raises then.

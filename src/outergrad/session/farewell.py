@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary, finalize
 from outergrad.comm.failure_report import FailureReport
 from outergrad.core.transport import Comm, Notes
 from outergrad.star.transport import leave_all_stars
-from outergrad.step.groups import Sessions, on_transport
+from outergrad.step.transport_state import TransportState, on_transport
 
 _SETTLES_S = 6.0
 """Longer than the last calls of a store may take, each of which has its own limit."""
@@ -93,7 +93,7 @@ class Farewell:
         session: fingerprint of the session.
     """
 
-    def __init__(self, group: Sessions, notes: Notes, session: int) -> None:
+    def __init__(self, group: TransportState, notes: Notes, session: int) -> None:
         self._group, self._notes, self._session = group, notes, session
         self._process = os.getpid()
 

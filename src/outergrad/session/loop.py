@@ -323,7 +323,7 @@ class BackwardLoop:
             try:
                 shared.finish()
             except ExchangeError as error:
-                if not self._failure.counts_elsewhere(shared, error):
+                if not self._failure.abort_and_settle(shared, error):
                     raise self._failure.error() from error
         elif self._running.due_parts is not None and self._mishaps.skips_bad:
             self._mishaps.alone(self._at.stats.step)

@@ -8,7 +8,7 @@ from outergrad.comm.failure_report import LastStep
 from outergrad.commit.participant import CommitParticipant
 from outergrad.core.transport import Comm
 from outergrad.record.stats import Stats
-from outergrad.step.groups import on_transport
+from outergrad.step.transport_state import on_transport
 
 
 class Membership:

@@ -17,7 +17,7 @@ from outergrad.session.drift import Drift, OnDrift
 from outergrad.session.failure import FailureHandler
 from outergrad.session.final_barrier import FinalBarrier
 from outergrad.session.made_equal import ReplicaState
-from outergrad.step.groups import lost_sites_told
+from outergrad.step.transport_state import lost_sites_told
 
 
 class ReplicaCheck:

@@ -57,10 +57,10 @@ from outergrad.session.transform_checks import noted, units_shown
 from outergrad.session.uneven_loops import UnevenLoops
 from outergrad.session.updates import SharedGradients
 from outergrad.session.usual_method import usual_noted
-from outergrad.step.groups import end_unfinished, lost_sites_told
 from outergrad.step.joint import Point
 from outergrad.step.mishaps import Mishaps
 from outergrad.step.tentative import Tentative
+from outergrad.step.transport_state import end_unfinished, lost_sites_told
 
 _LOG = logging.getLogger("outergrad")
 

@@ -16,7 +16,7 @@ from outergrad.core.types import Slot
 from outergrad.messages.header import MOST_ROWS, BlockUse, Header, Join, SlotUse
 from outergrad.replay.block_message import Blocks
 from outergrad.step.captured import NOTHING_LEFT, CarriedOver
-from outergrad.step.groups import on_transport
+from outergrad.step.transport_state import on_transport
 
 
 class Loop(NamedTuple):

@@ -34,11 +34,11 @@ from outergrad.record.stats import Since, Stats
 from outergrad.step import param_grad
 from outergrad.step.bucket_view import BucketView
 from outergrad.step.buffer_message import BufferMessage
-from outergrad.step.groups import MessageSequence, on_transport
 from outergrad.step.joint import JointStep, Point
 from outergrad.step.receiving import BUFFERS_PLACE, Last, Receiver, only
 from outergrad.step.spec import StepSpec
 from outergrad.step.step_plan import StepPlan
+from outergrad.step.transport_state import MessageSequence, on_transport
 
 _NO_BUFFERS, _NO_MEAN_DELTAS = combined(()), combined(())
 """Digests of what was received where no buffers travelled, and no deltas."""
@@ -525,6 +525,7 @@ class SharedStep:
         if last is not None:
             self._receiver.write(*last)
         self._receiver.lend()
+        # After the writes: from now on others may ask for the step, and are given what was written.
         self._votes.make(self._ballot, self, self._participant)
         return Decision.all_good(self.context.header)
 

@@ -10,7 +10,7 @@ from outergrad.core.model import Choice
 from outergrad.messages.header import Header
 from outergrad.messages.vote import Subjects
 from outergrad.step.bucket_view import BucketView
-from outergrad.step.groups import MessageSequence
+from outergrad.step.transport_state import MessageSequence
 
 
 @dataclass(frozen=True)

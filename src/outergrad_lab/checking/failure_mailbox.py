@@ -1,4 +1,4 @@
-"""A model of `outergrad.comm.failure_mailbox.LastWords`, one call of the store at a time."""
+"""A model of `outergrad.comm.failure_mailbox.FailureMailbox`, one call of the store at a time."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import outergrad as og
-from outergrad.step.groups import on_transport
+from outergrad.step.transport_state import on_transport
 from ranks import run_ranks
 
 

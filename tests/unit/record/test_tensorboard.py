@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import outergrad as og
 from made_up_run import TRAVELS, events
-from outergrad.core.aggregate import GROUPS, figures
+from outergrad.core.run_figures import GROUPS, figures
 
 
 def record(folder, told):

@@ -18,7 +18,7 @@ import outergrad as og
 from covering import covering
 from outergrad.launch.traffic import loopback_name
 from outergrad.step import groups
-from outergrad.step.groups import MessageSequence, on_transport
+from outergrad.step.transport_state import MessageSequence, on_transport
 from ranks import run_on_lasting_groups, run_ranks
 
 LIKE, OTHER = ("like",), ("other",)

@@ -13,7 +13,7 @@ from rich.live import Live
 from outergrad._amounts import amount, plain, short, times
 from outergrad._event_lines import GrowingFile, event_of, read
 from outergrad._printable import printable
-from outergrad.core.aggregate import Watched, scalars, silence, speed
+from outergrad.core.run_figures import Watched, scalars, silence, speed
 from outergrad.events import Event
 from outergrad.tools.watch.picture import View, picture, waiting
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from outergrad._amounts import amount, duration, plain, seconds, short, times
 from outergrad._printable import printable
-from outergrad.core.aggregate import (
+from outergrad.core.run_figures import (
     LayerLine,
     Speed,
     Watched,

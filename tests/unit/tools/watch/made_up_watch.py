@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from made_up_run import START
-from outergrad.core.aggregate import Watched
+from outergrad.core.run_figures import Watched
 from outergrad.tools.watch.picture import View, picture
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from made_up_run import START, events, layer, watched
 from outergrad._printable import printable
-from outergrad.core.aggregate import Watched
+from outergrad.core.run_figures import Watched
 from outergrad.events import End, Layer, Mishap, Run, Scalars, Step, Trial
 from outergrad.tools.watch.live import summary_line
 from outergrad.tools.watch.picture import picture

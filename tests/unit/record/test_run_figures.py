@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from made_up_run import DENSE_BYTES, START, events, layer, watched
-from outergrad.core.aggregate import (
+from outergrad.core.run_figures import (
     Series,
     Watched,
     WatchedSite,

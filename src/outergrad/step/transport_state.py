@@ -72,7 +72,7 @@ class Endable(Protocol):
 
 
 @dataclass
-class Sessions:
+class TransportState:
     """State of the sessions on one transport.
 
     Attributes:
@@ -121,14 +121,14 @@ class Sessions:
         self.ends[session] = end
 
 
-_SESSIONS: WeakKeyDictionary[Hashable, Sessions] = WeakKeyDictionary()
+_SESSIONS: WeakKeyDictionary[Hashable, TransportState] = WeakKeyDictionary()
 """Registry of the process, to which transports, like process groups, belong, too."""
 
 
-def on_transport(key: Hashable) -> Sessions:
+def on_transport(key: Hashable) -> TransportState:
     """Returns the state of the transport with this key: a process group of torch.distributed."""
     found = _SESSIONS.get(key)
-    return _SESSIONS.setdefault(key, Sessions()) if found is None else found
+    return _SESSIONS.setdefault(key, TransportState()) if found is None else found
 
 
 def end_unfinished(key: Hashable) -> None:
