@@ -14,7 +14,7 @@ from torch import nn
 import outergrad as og
 from cases import Events
 from covering import rest_slow
-from outergrad.buckets.dense import _Buffer
+from outergrad.messages.checksum import SummedRoom
 from outergrad.session.exchange import Exchange
 from outergrad.step.receiving import Receiver
 from outergrad.step.step import SharedStep
@@ -353,14 +353,14 @@ def test_two_sessions_on_a_group_take_turns(repeated):
 @pytest.mark.parametrize("name", ["plain", "other_rows", "left_out_here", "raising"])
 def test_digests_are_of_the_sums_that_came(name, repeated, monkeypatch):
     """The same on both sites, and another one for every other sum."""
-    found, before = [], _Buffer.summed
+    found, before = [], SummedRoom.checksum
 
-    def summed(kept):
-        own = before(kept)
-        found.append((digest([kept.room.tensor]), int(own)))
+    def checksum(room):
+        own = before(room)
+        found.append((digest([room.tensor]), int(own)))
         return own
 
-    monkeypatch.setattr(_Buffer, "summed", summed)
+    monkeypatch.setattr(SummedRoom, "checksum", checksum)
     run_ranks(2, lambda rank, group: Run(rank, group, LOOPS[name], method=og.Dense()).go())
     digests = dict(found)
     assert len(found) >= 2 * STEPS
@@ -375,7 +375,7 @@ def test_sums_that_differ_are_found(repeated, monkeypatch):
     def receive(receiver, sent, ballot):
         last = before(receiver, sent, ballot)
         if ballot.step == 13 and receiver.context.comm.rank == 1:
-            ballot.note_sum(1)
+            ballot.note_sums(1)
         return last
 
     monkeypatch.setattr(Receiver, "receive", receive)
