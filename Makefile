@@ -22,14 +22,15 @@ help:
 demo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m outergrad_lab.demo
 
-# Tests start some hundred processes, which need not compile the packages again.
+# Tests start some hundred processes, which need not compile the packages again. Many wait for
+# timeouts: on two cores three workers keep these busy.
 test test-all: export PYTHONDONTWRITEBYTECODE =
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "not slow"
 
 test-all: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not alone"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "not alone"
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m alone $$(grep -rl --include='*.py' mark.alone tests)
 
 lint: $(READY)
