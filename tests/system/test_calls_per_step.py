@@ -41,7 +41,7 @@ def calls(method, layers: int) -> float:
 
         for _ in range(4):
             step()
-        found = min(counted(step) for _ in range(3))
+        found = min(counted(step) for _ in range(8))
         session.detach()
         return found
 
