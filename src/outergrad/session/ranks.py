@@ -44,9 +44,10 @@ class OneRank:
         count: the number of ranks on all sites.
         several: True if there is another rank to share with.
         watches_backwards: True if autograd's calls of the model are looked at.
+        remedy: what a user can do where replicas differ, if they cannot be made equal; else "".
     """
 
-    watches_backwards = True
+    watches_backwards, remedy = True, ""
 
     def __init__(
         self,

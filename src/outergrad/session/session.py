@@ -105,7 +105,8 @@ class Session:
         self._barrier = barrier = FinalBarrier(core, failure)
         seen, watch = SeenOptimizers(exchange.names), LoopWatch(exchange.names, self._steps)
         self._elastic = Elastic(self, core, failure, barrier, seen, settings.lines)
-        drift = (settings.verify_every, settings.on_drift, updates.remedies[settings.on_drift])
+        remedy = ranks.remedy or updates.remedies[settings.on_drift]
+        drift = (settings.verify_every, settings.on_drift, remedy)
         self._check = ReplicaCheck(core, failure, barrier, seen, *drift)
         self._loop = BackwardLoop(
             self,

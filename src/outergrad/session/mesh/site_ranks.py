@@ -237,6 +237,10 @@ class ShardedRanks(PooledRanks):
     """
 
     watches_backwards = False
+    remedy = (
+        "call session.detach() and og.distribute again, which makes the shards equal to the first "
+        "site's, and load the optimizers"
+    )
 
     def __init__(
         self,
@@ -315,9 +319,8 @@ class ShardedRanks(PooledRanks):
             RuntimeError: always.
         """
         raise RuntimeError(
-            "session.make_equal() of a model of fully_shard(): states of its optimizers are "
-            "DTensors of FSDP2, which are not compared; call session.detach() and og.distribute "
-            "again, which makes the shards equal to the first site's, and load the optimizers"
+            f"session.make_equal() of a model of fully_shard(): states of its optimizers are "
+            f"DTensors of FSDP2, which are not compared; {self.remedy}"
         )
 
     @property
