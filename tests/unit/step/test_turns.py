@@ -17,7 +17,7 @@ from torch import nn
 import outergrad as og
 from covering import covering
 from outergrad.launch.traffic import loopback_name
-from outergrad.step import groups
+from outergrad.step import transport_state
 from outergrad.step.transport_state import MessageSequence, on_transport
 from ranks import run_on_lasting_groups, run_ranks
 
@@ -73,7 +73,7 @@ def test_what_is_left_waiting_grows_with_the_root_of_the_steps():
 
 
 def test_when_turns_run_out_steps_go_without(monkeypatch):
-    monkeypatch.setattr(groups, "MOST_TURNS", 6)
+    monkeypatch.setattr(transport_state, "MOST_TURNS", 6)
     counter = MessageSequence()
     assert [counter.begin(LIKE)[0] for _ in range(5)] == [2, 3, 4, 0, 0]
 
@@ -118,7 +118,7 @@ def test_gradients_are_those_of_steps_without_turns(method, sites, monkeypatch):
         return train(group, BATCHES, METHODS[method])
 
     found = run_on_lasting_groups(sites, body)
-    monkeypatch.setattr(groups, "MOST_TURNS", 0)
+    monkeypatch.setattr(transport_state, "MOST_TURNS", 0)
     for ours, plain in zip(found, run_on_lasting_groups(sites, body), strict=True):
         assert all(map(torch.equal, ours, plain))
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import outergrad as og
 from covering import rest_slow
 from meshes import run_mesh
-from outergrad.step import groups
+from outergrad.step import transport_state
 from ranks import run_ranks, try_ranks
 
 MODEL = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 3))
@@ -145,7 +145,7 @@ def test_a_loop_goes_as_without_turns(label, monkeypatch):
 
     found = run_ranks(2, body)
     assert all(ahead for _, ahead in found), "no receive was posted ahead: this tests nothing"
-    monkeypatch.setattr(groups, "MOST_TURNS", 0)
+    monkeypatch.setattr(transport_state, "MOST_TURNS", 0)
     for (ours, _), (plainly, ahead) in zip(found, run_ranks(2, body), strict=True):
         assert ahead == 0
         assert all(map(torch.equal, ours, plainly))
@@ -166,7 +166,7 @@ def test_a_mesh_goes_as_without_turns(monkeypatch):
 
     found = run_mesh(2, 2, body)
     assert any(ahead for _, ahead in found)
-    monkeypatch.setattr(groups, "MOST_TURNS", 0)
+    monkeypatch.setattr(transport_state, "MOST_TURNS", 0)
     for (ours, _), (plainly, _) in zip(found, run_mesh(2, 2, body), strict=True):
         assert all(map(torch.equal, ours, plainly))
 
