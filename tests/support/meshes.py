@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+import outergrad as og
 from outergrad.launch.simulate import gloo_group
 from outergrad.step.transport_state import on_transport
 from ranks import TIMEOUT, _in_threads, raise_first
@@ -86,3 +90,40 @@ def _makers(sites: int, ranks: int, timeout: timedelta) -> list[Callable[[], Thr
 
     places = [(site, local) for site in range(sites) for local in range(ranks)]
     return [lambda place=place: make(*place) for place in places]
+
+
+def of_local_steps(
+    model: nn.Module,
+    method: og.LocalSteps,
+    rows: Tensor,
+    loss_of: Callable[[nn.Module, Tensor], Tensor],
+    steps: int,
+) -> list[list[nn.Module]]:
+    """Per step, the models of two sites of two ranks, in float64; exchanges are applied at once.
+
+    Args:
+        model: Where all begin.
+        method: After how many steps the sites exchange, and how.
+        rows: Of each rank, multiplied by the number of the step.
+        loss_of: Of a model and rows.
+        steps: How many.
+    """
+    start, k = copy.deepcopy(model).double(), method.k
+    outer = method.optimizer(list(start.parameters()))
+    sites, found = [copy.deepcopy(start) for _ in range(2)], []
+    inner = [torch.optim.SGD(site.parameters(), lr=0.05, momentum=0.9) for site in sites]
+    for step in range(steps):
+        for s, (site, optimizer) in enumerate(zip(sites, inner, strict=True)):
+            optimizer.zero_grad()
+            for x in rows[2 * s : 2 * s + 2].double():
+                (loss_of(site, (step + 1) * x) / 2).backward()
+            optimizer.step()
+        if step % k == k - 1:
+            with torch.no_grad():
+                for p, *own in zip(*(m.parameters() for m in (start, *sites)), strict=True):
+                    p.grad = p - (own[0] + own[1]) / 2
+                outer.step()
+                for site in sites:
+                    site.load_state_dict(start.state_dict())
+        found.append([copy.deepcopy(site) for site in sites])
+    return found

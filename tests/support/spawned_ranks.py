@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
 from cases import Boom, Events, mlp, relative_error
+from meshes import of_local_steps
 from outergrad.launch.traffic import stay_on_loopback
 
 BATCHES = torch.randn(4, 5, 12, generator=torch.Generator().manual_seed(1))
@@ -332,28 +333,6 @@ def compared_shards(mesh: DeviceMesh) -> None:
     session.detach()
 
 
-def of_local_steps(method: og.LocalSteps, steps: int) -> list[nn.Module]:
-    """The models of two sites of two ranks, in float64, whose exchanges come at once."""
-    start, k = net().double(), method.k
-    outer = method.optimizer(list(start.parameters()))
-    sites = [copy.deepcopy(start) for _ in range(2)]
-    inner = [torch.optim.SGD(site.parameters(), lr=0.05, momentum=0.9) for site in sites]
-    for step in range(steps):
-        for s, (site, optimizer) in enumerate(zip(sites, inner, strict=True)):
-            optimizer.zero_grad()
-            for x in BATCHES[2 * s : 2 * s + 2].double():
-                (loss_of(site, (step + 1) * x) / 2).backward()
-            optimizer.step()
-        if step % k == k - 1:
-            with torch.no_grad():
-                for p, *own in zip(*(m.parameters() for m in (start, *sites)), strict=True):
-                    p.grad = p - (own[0] + own[1]) / 2
-                outer.step()
-                for site in sites:
-                    site.load_state_dict(start.state_dict())
-    return sites
-
-
 def local_steps_of_shards(mesh: DeviceMesh) -> None:
     site = mesh.get_group("site").rank()
     for method in (og.Dense(), og.RankDAD(rank=1000), og.PowerSGD(rank=1000)):
@@ -366,7 +345,7 @@ def local_steps_of_shards(mesh: DeviceMesh) -> None:
             optimizer.step()
             sent.append(session.stats().total_sent_bytes)
         assert sent[0] < sent[1] == sent[2] < sent[3] == sent[4], sent
-        expected = of_local_steps(steps, 5)[site]
+        expected = of_local_steps(net(), steps, BATCHES, loss_of, 5)[-1][site]
         for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
             assert relative_error(p.detach().full_tensor(), q.detach()) < 1e-4, name
         state = copy.deepcopy(session.state_dict())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -173,11 +173,9 @@ class SharedChanges(SharedGradients):
 
     # -- what users call ------------------------------------------------------------------------
 
-    @contextmanager
-    def no_sync(self, shared: AbstractContextManager[None]) -> Iterator[None]:
-        """Leaves gradients unshared among the ranks of this site."""
-        with shared if self._inner is None else self._inner.no_sync():
-            yield
+    def no_sync(self, shared: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        """Returns a context that leaves gradients unshared among the ranks of this site."""
+        return shared if self._inner is None else self._inner.no_sync()
 
     def flush(self) -> None:
         """Shares the changes since the last exchange, if there are any.

@@ -148,8 +148,9 @@ class MeshStep:
 
     @property
     def context(self) -> StepContext:
-        """Context of this rank's share."""
-        return self._begun.context
+        """Context of this rank's share, which has begun."""
+        assert self._share is not None
+        return self._share.context
 
     @property
     def drift(self) -> DriftError | None:
@@ -194,14 +195,14 @@ class MeshStep:
         """Returns the headers of all sites."""
         if self._share is None:
             self._reduce(RankStatus.GOOD)
-        return self._begun.agreed()
+        return self._begin().agreed()
 
     def send(self) -> None:
         """Pools, and starts the messages of this rank's share; `finish` receives their results."""
         self._reduce(RankStatus.GOOD)
         if self._worst == RankStatus.GOOD:
             with ranks_named(self._spec.comm):
-                self._begun.send()
+                self._begin().send()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -239,7 +240,7 @@ class MeshStep:
         Args:
             step: number of synchronised steps so far, including this one.
         """
-        return self._begun.stats(step)
+        return self._begin().stats(step)
 
     def as_plan(self, headers: Sequence[Header], *, rests: bool) -> StepPlan | None:
         """Returns None: every step pools anew before it sends."""
@@ -247,17 +248,16 @@ class MeshStep:
 
     def settle(self, decision: Decision) -> None:
         """Ends this rank's share."""
-        self._begun.settle(decision)
+        self._begin().settle(decision)
 
     def take(self, brought: StepResult) -> None:
         """Applies the result of this rank's share from another site."""
-        self._begun.take(brought)
+        self._begin().take(brought)
 
     # -- the way through the step ---------------------------------------------------------------
 
-    @property
-    def _begun(self) -> SharedStep:
-        """Step of this rank's share, which begins here if it has not."""
+    def _begin(self) -> SharedStep:
+        """Returns the step of this rank's share, which begins here if it has not."""
         if self._share is None:
             assert self._between is not None
             self._share = SharedStep(self._between)
@@ -291,9 +291,9 @@ class MeshStep:
         try:
             with ranks_named(self._spec.comm):
                 if fate == RankStatus.GOOD:
-                    self._begun.finish()
+                    self._begin().finish()
                 else:
-                    self._begun.abandon(changed)
+                    self._begin().abandon(changed)
         except StepDiscardedError:
             fate = RankStatus.FAILED
         except ExchangeError as error:
@@ -337,7 +337,7 @@ class MeshStep:
             raise self._lost_share(fates.index(worst))
         if worst == RankStatus.GOOD:
             with ranks_named(self._inside.local):
-                self._spread = self._inside.spread(self._begun)
+                self._spread = self._inside.spread(self._begin())
         self.choice, self.context.used = self._spread.choice, self._spread.used
         said = max(endings, key=lambda ending: ending.verdict)  # the first of the worst
         header = self._spec.header

@@ -103,7 +103,8 @@ class PooledRanks(OneRank):
             parts_R = local.all_gather(ours, counts).wait()
         for names, sizes, part in zip(held_R, sizes_R, parts_R, strict=True):
             for name, content in zip(names, part[LEAST_BYTES:].split(sizes), strict=True):
-                found[name] = from_raw(content, params[name].dtype, params[name].shape)
+                p = params[name]  # the transport may have another device
+                found[name] = from_raw(content, p.dtype, p.shape).to(p.device)
         return found
 
     def note(self, step: SyncedStep) -> None:

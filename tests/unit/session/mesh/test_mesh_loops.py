@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import outergrad as og
 from cases import METHODS, Boom, Events, mlp, relative_error
-from meshes import ThreadMesh, run_mesh, try_mesh
+from meshes import ThreadMesh, of_local_steps, run_mesh, try_mesh
 
 WIDE = mlp(60, 50, 40, 20)
 ROWS = torch.randn(4, 12, 60, generator=torch.Generator().manual_seed(5))
@@ -365,33 +365,10 @@ def test_a_loop_that_raises_ends_those_of_all_ranks():
 # -- og.LocalSteps ----------------------------------------------------------------------------
 
 
-def of_local_steps(steps: int, k: int) -> list[list[nn.Module]]:
-    """Per step, the models of two sites of two ranks, in float64."""
-    start = copy.deepcopy(WIDE).double()
-    outer = og.LocalSteps(k).optimizer(list(start.parameters()))
-    sites, found = [copy.deepcopy(start) for _ in range(2)], []
-    inner = [torch.optim.SGD(site.parameters(), lr=0.05, momentum=0.9) for site in sites]
-    for step in range(steps):
-        for s, (site, optimizer) in enumerate(zip(sites, inner, strict=True)):
-            optimizer.zero_grad()
-            for x in ROWS[2 * s : 2 * s + 2].double():
-                (loss_of(site, (step + 1) * x) / 2).backward()
-            optimizer.step()
-        if step % k == k - 1:
-            with torch.no_grad():
-                for p, *own in zip(*(m.parameters() for m in (start, *sites)), strict=True):
-                    p.grad = p - (own[0] + own[1]) / 2
-                outer.step()
-                for site in sites:
-                    site.load_state_dict(start.state_dict())
-        found.append([copy.deepcopy(site) for site in sites])
-    return found
-
-
 def test_sites_step_by_themselves_and_each_as_one():
     """Inside a site gradients are averaged in every step, between sites weights in every third."""
     steps, k = 7, 3
-    expected = of_local_steps(steps, k)
+    expected = of_local_steps(WIDE, og.LocalSteps(k), ROWS, loss_of, steps)
 
     def body(mesh: ThreadMesh) -> list[dict[str, Tensor]]:
         model, found, sent = copy.deepcopy(WIDE), [], []
