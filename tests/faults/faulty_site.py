@@ -32,9 +32,9 @@ from outergrad.comm.board import StoreBoard
 from outergrad.comm.torch import SEND, TorchComm
 from outergrad.comm.work import tag_of
 from outergrad.commit.digests import Digests
+from outergrad.commit.participant import CommitParticipant
 from outergrad.core.errors import BoardGoneError, ExchangeError
 from outergrad.messages.vote import WORDS
-from outergrad.step.step import SharedStep
 from outergrad.step.transport_state import on_transport
 
 Tell = Callable[..., None]
@@ -276,7 +276,7 @@ def run(
         injector.note()
         if fault.moment == "crash":
             sys.exit(0)
-    SharedStep._ask_again = _told(SharedStep._ask_again, tell)
+    CommitParticipant.ask_again = _told(CommitParticipant.ask_again, tell)
     Digests.look = _after(lambda: injector.at("settling"), Digests.look)
     try:
         _train(trial, rank, models, method, injector, tell)

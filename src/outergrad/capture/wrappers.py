@@ -30,10 +30,10 @@ def calling_wrapper(shared: Collection[int]) -> nn.Module | None:
     Args:
         shared: ids of the model's parameters that are shared between the sites.
     """
-    codes = {_FORWARD, *_codes_of_others()}
+    codes = {id(_FORWARD), *map(id, _codes_of_others())}  # to hash a code reads all of it
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code in codes:
+        if id(frame.f_code) in codes:
             wrapper = frame.f_locals["self"]
             if not exchanged_by(wrapper).isdisjoint(shared):
                 return wrapper

@@ -173,20 +173,21 @@ class Ballot:
     Attributes:
         session: fingerprint of the session of the step.
         step: number of the step that is voted on; the last one if there are several.
+        cause: exception because of which this site could not compute something again.
     """
+
+    cause: BaseException | None = None
+    _first: int | None = None
+    _heard = State.GOOD
+    _work: Work | None = None
+    _is_cast = False
+    _decision: Decision | None = None
 
     def __init__(self, comm: Comm, header: Header, subjects: Subjects) -> None:
         self._comm, self._subjects = comm, subjects
         self.session, self.step = header.fingerprint, header.step
         self._vote = Vote(header.fingerprint, header.step, header.rank)
         self._sums: list[SupportsInt] = []
-        self._first: int | None = None
-        self._heard = State.GOOD
-        self._work: Work | None = None
-        self._is_cast = False
-        self._decision: Decision | None = None
-        self.cause: BaseException | None = None
-        """Exception because of which this site could not compute something again."""
 
     def expect(self, turn: int) -> None:
         """Posts the receives of the others' votes in a turn."""

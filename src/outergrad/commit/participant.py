@@ -23,6 +23,7 @@ from outergrad.commit.digests import Digests
 from outergrad.commit.joining import is_join_due, joined
 from outergrad.commit.machine import IS_OVER, Action, CommitMachine, CommitState, Event, must_look
 from outergrad.commit.membership_record import MembershipRecord
+from outergrad.commit.peer_requests import Question, sent_again
 from outergrad.commit.step_result import StepResult
 from outergrad.core.errors import BoardGoneError, ExchangeError, Failure
 from outergrad.core.transport import Board, Comm
@@ -170,6 +171,14 @@ class CommitParticipant:
         found = None if is_current is None else self._current if is_current else last
         step = None if found is None else found()
         return None if step is None else step.message_to(site, place)
+
+    def ask_again(self, comm: Comm, site: int, place: int, nbytes: int) -> bytes:
+        """Requests another site's message of the current step once more: it came damaged.
+
+        Raises:
+            ExchangeError: it does not come.
+        """
+        return sent_again(comm, Question(comm.rank, site, self.made, place), self.asked, nbytes)
 
     # -- when others are lost -------------------------------------------------------------------
 

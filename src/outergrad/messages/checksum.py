@@ -58,7 +58,7 @@ class SummedRoom:
     def checksum(self) -> Digest:
         """Checksum of the current bytes: sums the runs now, combines them on first use."""
         sums, weights = self._words.sum(dim=1), self._weights
-        return Digest(lambda: (sums * weights).sum())
+        return Digest(lambda: sums.dot(weights))
 
 
 def checksum(t: Tensor) -> Tensor:

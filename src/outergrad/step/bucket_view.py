@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from weakref import ref
 
@@ -46,7 +46,7 @@ class BucketView:
             self._names = list(sums) if any(t.numel() >= LARGE for t in sums.values()) else []
         elif not self._was_left_alone():
             self._names.clear()
-        if not _are_like([(params[name].grad, sums[name]) for name in self._names]):
+        if self._names and not _are_like(params, sums):
             self._names.clear()
         if self._names and self._copies is not None:
             self._one = next(iter(sums.values()))
@@ -92,10 +92,11 @@ class BucketView:
         return same and all(one.was_left_alone() for one in self._copies or ())
 
 
-def _are_like(pairs: Sequence[tuple[Tensor | None, Tensor]]) -> bool:
+def _are_like(params: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> bool:
     """True if nobody would notice gradients that are other tensors of the same values."""
     grads = []
-    for grad, t in pairs:
+    for name, t in sums.items():
+        grad = params[name].grad
         if type(grad) is not Tensor or grad.requires_grad or grad.dtype != t.dtype:
             return False
         if grad.stride() != t.stride():

@@ -52,21 +52,23 @@ class Receiver:
         waits_since: when the current wait of this site began; None outside of waits.
         longest_s: seconds of its longest wait before that.
         ask_again: requests damaged messages again, in a step that nobody may refuse.
+        state: worst state that messages reported.
+        views: for each message, what makes its sums gradients; empty where they are copied.
     """
+
+    # As attributes of the class: what few steps change costs none of them an assignment.
+    wait_s, longest_s = 0.0, 0.0
+    waits_since: float | None = None
+    error: Exception | None = None
+    ask_again: AskAgain | None = None
+    state, _lacks = State.GOOD, False
+    views: Sequence[BucketView | None] = ()
+    _awaited: Bucket | str = "the headers"
 
     def __init__(self, planner: Planner, context: StepContext) -> None:
         self._planner, self.context = planner, context
         self._has_autograd_grad: dict[str, Tensor] = {}
-        self._awaited: Bucket | str = "the headers"
-        self.wait_s = 0.0
-        self.waits_since: float | None = None
-        self.longest_s = 0.0
-        self.error: Exception | None = None
         self.written: set[str] = set()
-        self.ask_again: AskAgain | None = None
-        self.state, self._lacks = State.GOOD, False
-        self.views: Sequence[BucketView | None] = ()
-        """For each message, what makes its sums gradients; empty where they are copied."""
 
     @property
     def may_count(self) -> bool:

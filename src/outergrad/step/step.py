@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import compress
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -14,7 +16,6 @@ from outergrad.buckets.bucket import Bucket, Pending
 from outergrad.capture.engine import NO_TASK
 from outergrad.commit.ballot import Ballot, Decision
 from outergrad.commit.participant import refuse_if_given_up
-from outergrad.commit.peer_requests import Question, sent_again
 from outergrad.commit.step_result import StepResult
 from outergrad.core.errors import (
     DriftError,
@@ -73,17 +74,21 @@ class SharedStep:
     plan: StepPlan | None = None
     lengths: object = None
     drift: DriftError | None = None
+    decision: Decision | None = None
+    is_taken = _is_optimistic = _is_sent = False
+    _buckets: Sequence[Bucket] = ()
+    _expected: Sequence[Bucket] = ()
+    _place: Mapping[str, int] = MappingProxyType({})
+    _buffers: BufferMessage | None = None
+    _lost_by: ExchangeError | None = None
     _announced: Work
 
     def __init__(self, spec: StepSpec) -> None:
         model, comm, header, planner = spec.model, spec.comm, spec.header, spec.planner
         self._comm, self._participant, self._votes = comm, spec.participant, spec.votes
         self._began = time.monotonic()
-        self.is_taken = self._is_optimistic = self._is_sent = False
         self.task, self._trained, self._shared_buffers = spec.task, spec.used, spec.buffers
-        self._joint, self._buffers = spec.joint, None
-        self._since = Since(comm)
-        self.decision: Decision | None = None
+        self._joint, self._since = spec.joint, Since(comm)
         self._model, self._planner, self.plan = model, planner, spec.plan
         self.captured = spec.captured()
         transforming = None if spec.transform is None else spec.transforming(self.captured)
@@ -91,13 +96,9 @@ class SharedStep:
         self._holds_back = transforming is not None and transforming.holds_back
         self._waiting = set(spec.used)
         """Parameters that the backward has still to reach."""
-        self._buckets: Sequence[Bucket] = ()
-        self._expected: Sequence[Bucket] = ()
-        self._place: Mapping[str, int] = {}
         self._left: list[int] = []
         """Number of parameters in each message that the backward has still to reach."""
         self._sent: list[tuple[Bucket, Pending]] = []
-        self._lost_by: ExchangeError | None = None
         self.context = spec.context(self.captured)
         self._receiver = Receiver(planner, self.context)
         if spec.participant is not None:
@@ -383,7 +384,9 @@ class SharedStep:
                 raise
             self._receiver.fail(error)
             self._start_rest()
-        self._receiver.ask_again = self._ask_again if self._is_optimistic else None
+        if self._is_optimistic and self._participant is not None:
+            # Of the participant: a method of this step would tie it and its buffers into a cycle.
+            self._receiver.ask_again = partial(self._participant.ask_again, self._comm)
         self._is_sent = True
 
     def settle(self, decision: Decision) -> None:
@@ -567,17 +570,7 @@ class SharedStep:
             self.drift = decision.drift()
             raise self.drift
 
-    # -- damaged messages -----------------------------------------------------------------------
-
-    def _ask_again(self, site: int, place: int, nbytes: int) -> bytes:
-        """Requests a message of another site once more.
-
-        Raises:
-            ExchangeError: it does not come.
-        """
-        assert self._participant is not None
-        question = Question(self._comm.rank, site, self._participant.made, place)
-        return sent_again(self._comm, question, self._participant.asked, nbytes)
+    # -- requests of sites that lack a message or the step --------------------------------------
 
     def message_to(self, site: int, place: int) -> bytes | None:
         """Returns the bytes that this site sent in a message; None if they are no longer there."""
@@ -586,8 +579,6 @@ class SharedStep:
         else:
             gathered = self._sent[place][1].gathered if 0 <= place < len(self._sent) else None
         return None if gathered is None else gathered.own.cpu().numpy().tobytes()
-
-    # -- results for sites that lack a step -----------------------------------------------------
 
     def brought(self) -> StepResult | None:
         """Returns the result once more; None if a gradient that is a bucket view was changed."""
