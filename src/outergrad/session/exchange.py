@@ -192,7 +192,9 @@ class Exchange:
         if plan is None or used != plan.trained or self.unshared:
             return None
         alone = len(self._at.group.attached) == 1
-        if not alone or self.attendance.join != Join.NONE or self.buffers.is_written():
+        if not alone or self.attendance.join != Join.NONE:
+            return None
+        if plan.own.buffers and self.buffers.written() != plan.own.buffers:
             return None
         again = plan.choice, plan.headers, plan.used, self._at.stats.step
         if not self.planner.repeats(*again):

@@ -45,6 +45,7 @@ class BufferMessage:
     Args:
         buffers: buffers of the model.
         context: headers, transport and state of the participants.
+        step: number of the step; headers may be predicted ones, of a step before.
 
     Attributes:
         first: name of the first buffer; empty if nothing is sent.
@@ -52,9 +53,9 @@ class BufferMessage:
         gathered: messages of all sites; None if nothing is sent.
     """
 
-    def __init__(self, buffers: SharedBuffers, context: Parties) -> None:
+    def __init__(self, buffers: SharedBuffers, context: Parties, step: int) -> None:
         places = buffers.to_send(context.headers)
-        self._buffers, self._context = buffers, context
+        self._buffers, self._context, self._step = buffers, context, step
         self._headers, self._rank = context.headers, context.comm.rank
         active = [h.rank for h in self._headers if h.join in (Join.NONE, Join.INSIDE)]
         self._source = min(active, default=0)
@@ -106,7 +107,7 @@ class BufferMessage:
         return Preamble.nbytes(len(places), 0) + sum(place.nbytes for place in places)
 
     def _preamble(self, site: Header, there: Sequence[bool]) -> Preamble:
-        own = (site.fingerprint, site.step, BUFFERS, site.rank)
+        own = (site.fingerprint, self._step, BUFFERS, site.rank)
         return Preamble(*own, self._context.state, tuple(there))
 
     def _packed(self, nbytes: int) -> Tensor:

@@ -46,10 +46,13 @@ class Contents:
         self._members: dict[int, tuple[_Group, _Member]] = {}
         self._groups: dict[tuple, _Group] = {}
         self._large = _LargeOnes()
+        self._moved: set[int] = set()
+        """Buffers found at another address, which stay changed until they are noted again."""
 
     @torch.no_grad()
     def note(self, tensors: Mapping[int, Tensor | None]) -> None:
         """Records the current values of some buffers; a buffer with None is not compared."""
+        self._moved -= tensors.keys()
         for k, t in tensors.items():
             if t is not self._tensors[k] or self._has_moved(k):
                 self._forget(k)
@@ -69,8 +72,10 @@ class Contents:
         moved = [k for k in self._members if self._has_moved(k)]
         for k in moved:
             self._forget(k)
+        self._moved.update(moved)
         found = [k for group in self._groups.values() for k in group.changed(known)]
-        return moved + found + self._large.changed(known)
+        gone = [k for k in self._moved if not known[k]]
+        return gone + found + self._large.changed(known)
 
     def _has_moved(self, k: int) -> bool:
         """True if the data pointer of a tensor has changed."""
@@ -386,10 +391,6 @@ class SharedBuffers:
             if t is not None and t.device.type == "cuda":
                 self._late.add(k)
         return tuple(changed)
-
-    def is_written(self) -> bool:
-        """True if any buffer was written to since the sites agreed on it."""
-        return bool(self._places) and (any(self._by_version()) or any(self.written()))
 
     def _by_version(self) -> list[bool]:
         """Flags by versions; statistics go by the counter of PyTorch's norms, or by `training`."""

@@ -218,10 +218,14 @@ class SharedStep:
         self._expected = _with_receives(self._buckets)
         self._left = [len(self._waiting & bucket.params) for bucket in self._buckets]
         self._is_optimistic = self._may_be_optimistic()
-        buffers = BufferMessage(self._shared_buffers, self.context)
-        self._buffers = buffers if buffers.sizes else None
+        self._plan_buffers()
         if all(header.alone for header in headers):  # else others' messages may come between
             self._take_turn(on_transport(self._comm.key).turns)
+
+    def _plan_buffers(self) -> None:
+        context = self.context
+        message = BufferMessage(self._shared_buffers, context, context.header.step)
+        self._buffers = message if message.sizes else None
 
     def _follow(self, plan: StepPlan) -> None:
         """Takes over the plan of the last step, from which nothing differs."""
@@ -235,6 +239,8 @@ class SharedStep:
         self._ballot = Ballot(self._comm, context.header, plan.subjects)
         if context.reading is None:
             self._receiver.views = plan.views
+        if context.header.buffers:
+            self._plan_buffers()
         self._take_turn(plan.turns)
 
     def as_plan(self, headers: Sequence[Header], *, rests: bool) -> StepPlan | None:
@@ -256,7 +262,7 @@ class SharedStep:
             return None
         if len(headers) != len(context.headers) or headers[context.comm.rank].facts != own.facts:
             return None
-        if any(h.join != Join.NONE or not h.alone or any(h.buffers) for h in headers):
+        if any(h.join != Join.NONE or not h.alone for h in headers):
             return None
         return StepPlan(
             headers=headers,

@@ -417,3 +417,14 @@ class TestContents:
     def test_what_is_no_plain_memory_is_left_alone(self, t: Any):
         contents = self._of(t, torch.zeros(1))
         assert contents.changed([False, False]) == []
+
+
+def test_an_address_that_changed_is_told_until_the_values_are_noted():
+    """A step asks more than once which buffers were written to."""
+    buffers = {0: torch.zeros(3), 1: torch.zeros(3)}
+    contents = Contents([False, False])
+    contents.note(buffers)
+    buffers[1].data = torch.ones(3)
+    assert [contents.changed([False, False]) for _ in range(3)] == [[1], [1], [1]]
+    contents.note({1: buffers[1]})
+    assert contents.changed([False, False]) == []

@@ -130,7 +130,7 @@ class Pooled:
     def _pooled_buffers(self, buffers: SharedBuffers, reports: list[Report]) -> SharedBuffers:
         """Pools buffers inside the site; they stay apart from the model until the step counts."""
         ranks = _Ranks([report.header for report in reports], self.local)
-        message = BufferMessage(buffers, ranks)
+        message = BufferMessage(buffers, ranks, reports[0].header.step)
         message.start()
         try:
             message.receive()
