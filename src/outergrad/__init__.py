@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from outergrad.core.protocols import Rule
     from outergrad.core.transform import GradientTransform, SampleRows, SiteGradient
     from outergrad.core.types import Call, Factors, Part, Slot
+    from outergrad.ddp import DistributedDataParallel
     from outergrad.layers import RULES
     from outergrad.methods.auto.chooser import Auto
     from outergrad.methods.dad import DAD
@@ -53,6 +54,7 @@ __all__ = [
     "Checkpoints",
     "DCPState",
     "Dense",
+    "DistributedDataParallel",
     "DriftError",
     "Factors",
     "GradientTransform",
@@ -98,6 +100,7 @@ _HOMES = {
     "core.protocols": ("Rule",),
     "core.transform": ("GradientTransform", "SampleRows", "SiteGradient"),
     "core.types": ("Call", "Factors", "Part", "Slot"),
+    "ddp": ("DistributedDataParallel",),
     "layers": ("RULES",),
     "methods.auto.chooser": ("Auto",),
     "methods.dad": ("DAD",),

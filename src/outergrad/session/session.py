@@ -469,7 +469,7 @@ class Session:
         self._updates.end()
 
     def _detach(self) -> None:
-        at, exchange = self._at, self._exchange
+        at = self._at
         at.detach()
         self._ranks.detach()
         self._check.detach()
@@ -478,13 +478,23 @@ class Session:
         told = self._barrier.settle_at_end()
         if self._choosing is not None and at.group.lost is None:
             self._choosing.restart()
+        self._leave_model()
+        end_session(at.comm)
+        self._end_watching()
+        self._reporter.close()
+        if isinstance(told, DriftError):
+            raise told
+        if told is not None:
+            warnings.warn(told, stacklevel=2)
+
+    def _leave_model(self) -> None:
+        """Makes the model plain again, on this site."""
+        exchange = self._exchange
         look_away(self._loop)
         ignore_backwards(self._loop)
         if exchange.batch is not None:
             exchange.batch.remove()
         self._loop.guard.forget()
-        end_session(at.comm)
-        self._end_watching()
         exchange.weighting.remove()
         for layer in [*exchange.next_forward.layers, *exchange.blocks]:
             layer.restore()
@@ -493,11 +503,23 @@ class Session:
         if exchange.joint is not None:
             exchange.joint.remove()
         exchange.accumulator.clear()
-        self._reporter.close()
-        if isinstance(told, DriftError):
-            raise told
-        if told is not None:
-            warnings.warn(told, stacklevel=2)
+
+    def release(self) -> None:
+        """Ends the session on this site without a message, whenever the other sites end theirs.
+
+        The model is plain again. Call `detach()` where all sites end together: that compares the
+        last steps. Here the farewell says how many steps this site has made, and the digests of
+        the last ones, by which the others compare.
+        """
+        if not self._at.attached:
+            return
+        self._updates.release()
+        self._give_up()
+        self._ranks.detach()
+        self._check.detach()
+        self._at.group.attached.discard(self)
+        self._leave_model()
+        end_session(self._at.comm)
 
     def settle_at_exit(self) -> None:
         """Compares the last steps when Python ends."""
@@ -506,13 +528,14 @@ class Session:
     def __del__(self) -> None:
         """Ends a session that was collected together with its model, without `detach`.
 
-        No message is sent, as the other sites may collect theirs at another time, or never. The
-        farewell tells them how many steps this site has made and the digests of the last ones, by
-        which they compare.
+        No message is sent, as the other sites may collect theirs at another time, or never.
         """
         at = getattr(self, "_at", None)
-        if at is None or not at.attached or sys.is_finalizing():  # it has settled at exit
-            return
+        if at is not None and at.attached and not sys.is_finalizing():  # it has settled at exit
+            self._give_up()
+
+    def _give_up(self) -> None:
+        at = self._at
         at.detach()
         self._reporter.close()
         votes = self._exchange.votes

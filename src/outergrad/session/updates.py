@@ -103,6 +103,9 @@ class SharedGradients:
     def detach(self) -> None:
         """Lets go of the model."""
 
+    def release(self) -> None:
+        """Lets go of the model without a message."""
+
     def end(self) -> None:
         """Raises DriftError if that ended an exchange under way."""
 
@@ -263,9 +266,18 @@ class SharedChanges(SharedGradients):
             if self._inner is not None:
                 self._inner.detach()
         finally:
-            ignore(self)
-            for claim in self._claims:
-                claim.remove()
+            self._let_go()
+
+    def release(self) -> None:
+        """Lets go of the model without a message."""
+        if self._inner is not None:
+            self._inner.release()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        ignore(self)
+        for claim in self._claims:
+            claim.remove()
 
     def end(self) -> None:
         """Raises DriftError if that ended an exchange under way, which is not applied."""

@@ -12,6 +12,7 @@ LIBRARIES = {
     "accelerate": ("accelerate", "huggingface"),
     "transformers": ("transformers", "huggingface"),
     "lightning": ("lightning", "lightning"),
+    "fabric": ("lightning", "lightning"),
     "nvflare": ("nvflare", "nvflare"),
 }
 

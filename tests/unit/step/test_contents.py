@@ -212,6 +212,33 @@ def test_every_way_of_writing(kind):
     assert _equal(sites[0][0], buffers_of(original))
 
 
+@pytest.mark.parametrize("kind", WRITERS, ids=lambda kind: kind.__name__)
+def test_every_way_of_writing_now_and_then(kind):
+    """Steps in between write nothing, and follow each other's plan."""
+    original = _built(kind)
+    writes = [step in (0, 5, 6, 11) for step in range(14)]
+
+    def body(rank, group):
+        model = copy.deepcopy(original)
+        og.distribute(model, og.Dense(), group=group)
+        found = []
+        for step, does in enumerate(writes):
+            if does:
+                model(batch(rank, step))
+            model.zero_grad()
+            model[2](model[0](batch(rank, step))).square().mean().backward()
+            found.append(buffers_of(model))
+        return found
+
+    alone = copy.deepcopy(original)
+    sites = run_on_lasting_groups(2, body)
+    for step, (first, other) in enumerate(zip(*sites, strict=True)):
+        if writes[step]:
+            alone(batch(0, step))
+        assert _equal(first, buffers_of(alone)) == []
+        assert _equal(other, first) == [], step
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", ["broadcast", "mean"])
 def test_by_every_method(method, kind):
