@@ -367,7 +367,7 @@ def buffers(kind: str) -> Target:
     def started(comm: Any, rank: int) -> Any:
         sender = StepContext(comm, {}, own[rank], {}, None, set(), None)
         sender.headers = own
-        message = BufferMessage(shared, sender)
+        message = BufferMessage(shared, sender, sender.header.step)
         message.start()
         return message
 

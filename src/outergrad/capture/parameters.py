@@ -149,11 +149,10 @@ class WatchedParameter(HookedClaim):
         if self._node is None:  # let go of; a node that is there since may have hooks of others
             self._hold(get_gradient_edge(p).node)
         directly = sink.direct_task == current_task() and name in sink.direct
-        if not directly:  # else the first event of this backward has been through this
-            if not self._is_accumulated():
-                return
-            if torch.is_grad_enabled():
-                raise RuntimeError(_double_backward(name))
+        if not directly and not self._is_accumulated():
+            return
+        if torch.is_grad_enabled():
+            raise RuntimeError(_double_backward(name))
         own = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
         if len(own) > 1 or self.hooks.of_node:  # as in `with_any`
             sink.meets_hooks = True
