@@ -28,7 +28,7 @@ METHODS: dict[str, Any] = {
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage"),
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
-    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state"),
+    pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta state"),
     pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
 ]
 
