@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import WeakSet, finalize
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,8 @@ from outergrad.methods.per_layer import Local, PerLayer
 from outergrad.session.attach import distribute
 from outergrad.session.session import Session
 
-_LIVING: WeakSet[DistributedDataParallel] = WeakSet()
+_WRAPPERS: WeakKeyDictionary[nn.Module, ref[DistributedDataParallel]] = WeakKeyDictionary()
+"""The last wrapper of each module: one that is wrapped again is shared by the new one alone."""
 _UNLIKE = {
     "mixed_precision": "cast by torch.autocast, or make the model bf16 before you wrap it",
     "delay_all_reduce_named_params": "outergrad orders its messages itself",
@@ -134,9 +135,9 @@ class DistributedDataParallel(nn.Module):
         if isinstance(self.module, DistributedDataParallel):  # wrapped twice, shared once
             self.session = self.module.session
             return
-        for other in [other for other in _LIVING if other.module is self.module]:
-            other.session.detach()
-            _LIVING.discard(other)
+        before = _WRAPPERS[self.module]() if self.module in _WRAPPERS else None
+        if before is not None:
+            before.session.detach()
         settings = dict(self._settings)
         if self.parameters_to_ignore:
             shared = DAD() if settings["method"] is None else settings["method"]
@@ -146,7 +147,7 @@ class DistributedDataParallel(nn.Module):
             settings["group"] = self.process_group
         settings.setdefault("buffers", "broadcast" if self.broadcast_buffers else "local")
         self.session = distribute(self.module, **settings)
-        _LIVING.add(self)
+        _WRAPPERS[self.module] = ref(self)
         # A module that outlives its wrapper is plain again, as with PyTorch's reducer.
         finalize(self, self.session.release).atexit = False
 

@@ -53,5 +53,7 @@ def detach_all() -> None:
     """Ends the sessions that a test left."""
     from outergrad import ddp
 
-    for model in [*ddp._LIVING]:
-        model.session.detach()
+    for wrapper in [*ddp._WRAPPERS.values()]:
+        model = wrapper()
+        if model is not None:
+            model.session.detach()
