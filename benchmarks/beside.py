@@ -6,7 +6,7 @@
 Every method of every checkout is a pair of processes of its own, joined by gloo, which trains on
 without a link while all others wait. A figure is the median over rounds of a step over the other's
 of the same round, between two bounds that hold it with 95%. The first figure is this checkout's
-step over the other checkout's, the second this one's over DDP's; DDP beside itself tells the noise.
+step over DDP's, the second over the other checkout's; DDP beside itself tells the noise.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def compare(
     for method in ["ddp-again", *methods]:
         own = found[HERE, method]
         told = f"{method:12} {Ratio.between(own, ddp)} x DDP"
-        if (before is not None) and method in methods:
+        if before is not None and method in methods:
             told += f"   {Ratio.between(own, found[trees[1], method])} x before"
         print(told, flush=True)
 

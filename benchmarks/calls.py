@@ -2,6 +2,7 @@
 
     python benchmarks/calls.py              # the deep MLP, by dense, dad and rank-dad-4
     python benchmarks/calls.py --by-name    # and which functions of outergrad these are
+    python benchmarks/calls.py --lines      # and how many different lines of outergrad a step has
 
 Two sites, threads of one process, make the same steps until these are alike; then the calls of
 twenty backward passes of one site are counted, and divided by twenty.
@@ -29,8 +30,18 @@ WARMUP, COUNTED = 40, 20
 PACKAGE = Path(og.__file__).parent
 
 
-def counted(method: Any, workload: str) -> Counter[str]:
-    """Calls by function in all counted steps of the first site."""
+Lines = set[tuple[str, int]]
+
+
+def counted(method: Any, workload: str, lines: Lines | None = None) -> Counter[str]:
+    """Calls by function in all counted steps of the first site.
+
+    Args:
+        method: how gradients travel.
+        workload: of outergrad bench.
+        lines: takes the lines that one step more executes, from `zero_grad` to the optimizer's
+            step; None to make no such step.
+    """
 
     def site(group: dist.ProcessGroup, stop: Stop) -> Counter[str]:
         recipe, calls = WORKLOADS[workload], Counter[str]()
@@ -46,6 +57,12 @@ def counted(method: Any, workload: str) -> Counter[str]:
             loss.backward()
             sys.setprofile(None)
             optimizer.step()
+        if lines is not None:
+            sys.settrace(liner(lines) if count else None)
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            sys.settrace(None)
         session.detach()
         return calls
 
@@ -62,6 +79,20 @@ def counter(calls: Counter[str]) -> Any:
     return on_event
 
 
+def liner(lines: Lines) -> Any:
+    """A trace function of this thread."""
+
+    def on_line(frame: FrameType, event: str, _: object) -> Any:
+        if event == "line":
+            lines.add((frame.f_code.co_filename, frame.f_lineno))
+        return on_line
+
+    def on_call(frame: FrameType, event: str, _: object) -> Any:
+        return on_line if Path(frame.f_code.co_filename).is_relative_to(PACKAGE) else None
+
+    return on_call
+
+
 def name(frame: FrameType) -> str:
     """File and function, if it is outergrad's."""
     path = Path(frame.f_code.co_filename)
@@ -75,12 +106,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--workload", default="deep-mlp", help="of outergrad bench")
     parser.add_argument("--by-name", action="store_true", help="the thirty most frequent")
+    parser.add_argument("--lines", action="store_true", help="count lines, too")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for method, settings in METHODS.items():
-        calls = counted(settings, args.workload)
-        own = calls.total() - calls["others"]
-        print(f"{method:11} {calls.total() / COUNTED:8,.0f}, of outergrad {own / COUNTED:,.0f}")
+        lines: Lines | None = set() if args.lines else None
+        calls = counted(settings, args.workload, lines)
+        whole, own = calls.total(), calls.total() - calls["others"]
+        told = "" if lines is None else f", {len(lines):,} lines of outergrad in a step"
+        print(f"{method:11} {whole / COUNTED:8,.0f}, of outergrad {own / COUNTED:,.0f}{told}")
         for which, times in calls.most_common(30) if args.by_name else ():
             print(f"{times / COUNTED:8,.1f}  {which}")
 

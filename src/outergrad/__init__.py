@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from outergrad.core.protocols import Rule
     from outergrad.core.transform import GradientTransform, SampleRows, SiteGradient
     from outergrad.core.types import Call, Factors, Part, Slot
-    from outergrad.ddp import DistributedDataParallel
     from outergrad.layers import RULES
     from outergrad.methods.auto.chooser import Auto
     from outergrad.methods.dad import DAD
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from outergrad.record.tensorboard import TensorBoard
     from outergrad.record.wandb import WandB
     from outergrad.session.attach import distribute
+    from outergrad.session.ddp import DistributedDataParallel
     from outergrad.session.session import Session
     from outergrad.star.transport import Star
 
@@ -100,7 +100,6 @@ _HOMES = {
     "core.protocols": ("Rule",),
     "core.transform": ("GradientTransform", "SampleRows", "SiteGradient"),
     "core.types": ("Call", "Factors", "Part", "Slot"),
-    "ddp": ("DistributedDataParallel",),
     "layers": ("RULES",),
     "methods.auto.chooser": ("Auto",),
     "methods.dad": ("DAD",),
@@ -116,6 +115,7 @@ _HOMES = {
     "record.tensorboard": ("TensorBoard",),
     "record.wandb": ("WandB",),
     "session.attach": ("distribute",),
+    "session.ddp": ("DistributedDataParallel",),
     "session.session": ("Session",),
     "star.transport": ("Star",),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import outergrad as og
+from outergrad.session.ddp import _WRAPPERS
 
 METHODS = {
     "auto": og.Auto(),
@@ -28,7 +29,6 @@ class DistributedDataParallel(og.DistributedDataParallel):
             ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
             auto = isinstance(self.method, og.Auto) and ignored  # which is of whole models
             settings["method"] = og.DAD() if auto else self.method
-        settings["device_mesh"] = settings.get("device_mesh")
         super().__init__(module, *args, **settings)
 
     @property
@@ -51,9 +51,7 @@ def by(method: str) -> type[DistributedDataParallel]:
 
 def detach_all() -> None:
     """Ends the sessions that a test left."""
-    from outergrad import ddp
-
-    for wrapper in [*ddp._WRAPPERS.values()]:
+    for wrapper in [*_WRAPPERS.values()]:
         model = wrapper()
         if model is not None:
             model.session.detach()

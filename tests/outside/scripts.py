@@ -80,6 +80,23 @@ def drawn(rank: int, step: int, part: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(1000 * rank + 10 * step + part)
 
 
+def usual(loss_of: Callable[[nn.Module, int, int], Tensor]) -> Callable[..., Iterator[float]]:
+    """A loop of one backward per step, by the loss of a model, a rank and a step."""
+
+    def train(models: Any, optimizers: Any, rank: int, steps: range) -> Iterator[float]:
+        (model,) = models
+        for step in steps:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss = loss_of(model, rank, step)
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            yield loss.item()
+
+    return train
+
+
 # -- nanoGPT: accumulation by the attribute, clipping, a schedule ---------------------------------
 
 
@@ -277,17 +294,11 @@ class GIN(nn.Module):
         return self.read(torch.zeros(4, 8).index_add(0, graph, x))
 
 
-def gin(models: Any, optimizers: Any, rank: int, steps: range) -> Iterator[float]:
-    (model,), (optimizer,) = models, optimizers
-    for step in steps:
-        draw, nodes = drawn(rank, step), 12 + rank
-        x = torch.randn(nodes, 8, generator=draw)
-        edges = torch.randint(0, nodes, (2, 20 + 3 * rank), generator=draw)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x, edges, torch.arange(nodes) % 4), torch.arange(4) % 3)
-        loss.backward()
-        optimizer.step()
-        yield loss.item()
+def gin(model: nn.Module, rank: int, step: int) -> Tensor:
+    draw, nodes = drawn(rank, step), 12 + rank
+    x = torch.randn(nodes, 8, generator=draw)
+    edges = torch.randint(0, nodes, (2, 20 + 3 * rank), generator=draw)
+    return F.cross_entropy(model(x, edges, torch.arange(nodes) % 4), torch.arange(4) % 3)
 
 
 # -- DLRM: bags of ids, products of features ------------------------------------------------------
@@ -307,16 +318,10 @@ class DLRM(nn.Module):
         return self.top(torch.cat([dense, products[:, rows, columns]], dim=1))
 
 
-def dlrm(models: Any, optimizers: Any, rank: int, steps: range) -> Iterator[float]:
-    (model,), (optimizer,) = models, optimizers
-    for step in steps:
-        draw = drawn(rank, step)
-        x, ids = torch.randn(9, 6, generator=draw), torch.randint(0, 40, (3, 9, 4), generator=draw)
-        optimizer.zero_grad()
-        loss = F.binary_cross_entropy_with_logits(model(x, ids), (x[:, :1] > 0).float())
-        loss.backward()
-        optimizer.step()
-        yield loss.item()
+def dlrm(model: nn.Module, rank: int, step: int) -> Tensor:
+    draw = drawn(rank, step)
+    x, ids = torch.randn(9, 6, generator=draw), torch.randint(0, 40, (3, 9, 4), generator=draw)
+    return F.binary_cross_entropy_with_logits(model(x, ids), (x[:, :1] > 0).float())
 
 
 # -- a U-Net of three dimensions ------------------------------------------------------------------
@@ -334,31 +339,17 @@ class UNet(nn.Module):
         return self.last(torch.cat([high, self.up(self.low(high))], dim=1))
 
 
-def unet(models: Any, optimizers: Any, rank: int, steps: range) -> Iterator[float]:
-    (model,), (optimizer,) = models, optimizers
-    for step in steps:
-        x = torch.randn(2, 1, 4, 4, 4, generator=drawn(rank, step))
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), (x[:, 0] > 0).long())
-        loss.backward()
-        optimizer.step()
-        yield loss.item()
+def unet(model: nn.Module, rank: int, step: int) -> Tensor:
+    x = torch.randn(2, 1, 4, 4, 4, generator=drawn(rank, step))
+    return F.cross_entropy(model(x), (x[:, 0] > 0).long())
 
 
 # -- Muon for matrices, AdamW for the rest --------------------------------------------------------
 
 
-def plain_loop(models: Any, optimizers: Any, rank: int, steps: range) -> Iterator[float]:
-    (model,) = models
-    for step in steps:
-        x = torch.randn(8, 10, generator=drawn(rank, step))
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss = (model(x) - x[:, :3]).square().mean()
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        yield loss.item()
+def reconstruction(model: nn.Module, rank: int, step: int) -> Tensor:
+    x = torch.randn(8, 10, generator=drawn(rank, step))
+    return (model(x) - x[:, :3]).square().mean()
 
 
 def muon(models: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
@@ -399,8 +390,8 @@ SCRIPTS = {
     "L-BFGS": Script(
         of(small), lambda models: [torch.optim.LBFGS(models[0].parameters(), 0.1, 3)], lbfgs
     ),
-    "GIN": Script(of(GIN), adamw, gin),
-    "DLRM": Script(of(DLRM), sgd, dlrm),
-    "3-D U-Net": Script(of(UNet), sgd, unet),
-    "Muon": Script(of(small), muon, plain_loop),
+    "GIN": Script(of(GIN), adamw, usual(gin)),
+    "DLRM": Script(of(DLRM), sgd, usual(dlrm)),
+    "3-D U-Net": Script(of(UNet), sgd, usual(unet)),
+    "Muon": Script(of(small), muon, usual(reconstruction)),
 }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import SGD
@@ -14,8 +16,9 @@ from torch.optim import SGD
 import outergrad as og
 from cases import relative_error
 from loops import OUTPUTS, batch, net
-from outergrad.ddp import DistributedDataParallel
+from outergrad.session.ddp import DistributedDataParallel
 from ranks import run_on_lasting_groups, run_ranks
+from spawned import run_two
 
 SITES = 2
 CLASSES = {"torch": TorchDDP, "outergrad": DistributedDataParallel}
@@ -52,6 +55,11 @@ def assert_close(found: Any, expected: Any) -> None:
             assert mine.keys() == other.keys()
             for name in other:
                 assert relative_error(mine[name], other[name].double()) < 2e-4, name
+
+
+def by_wrapper(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients of a plain model by the names that a wrapper gives them."""
+    return {f"module.{name}": g for name, g in gradients(model).items()}
 
 
 def loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -189,6 +197,7 @@ def test_buffers_are_rank_0s_or_each_sites_own(share):
     first, second = run_on_lasting_groups(SITES, site)
     for torchs, ours in (first, second):
         assert torchs.keys() == ours.keys()
+        assert all(relative_error(ours[name], t) < 1e-5 for name, t in torchs.items())
     same = all((first[1][name] == second[1][name]).all() for name in first[1])
     assert same == share
 
@@ -247,15 +256,53 @@ def test_a_module_that_is_wrapped_again_is_shared_once():
     assert_close(both, [[gradients(expected)]] * SITES)
 
 
-def test_a_copy_holds_what_can_be_pickled():
-    def site(rank: int, group: Any) -> None:
-        wrapped = DistributedDataParallel(net(), process_group=group)
-        state = wrapped.__getstate__()
-        assert not {"session", "process_group"} & state.keys()
-        pickle.dumps({name: value for name, value in state.items() if name != "_modules"})
-        wrapped.session.detach()
+def _pickled(folder: Path) -> list[dict[str, Tensor]]:
+    """The gradients of a wrapper, and of what `torch.load` makes of it, with a default group."""
+    rank, found = dist.get_rank(), []
+    model = DistributedDataParallel(net(), method=og.Dense())
+    for step in range(2):
+        model.zero_grad()
+        loss(model, batch(rank, step)).backward()
+        found.append(gradients(model))
+        file = folder / f"model-{rank}.pt"
+        torch.save(model, file)
+        model = torch.load(file, weights_only=False)
+    model.session.detach()
+    return found
 
-    run_on_lasting_groups(SITES, site)
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_wrapper_that_was_pickled_is_distributed_again(tmp_path):
+    for found in run_two(_pickled, tmp_path):
+        for step, own in enumerate(found):
+            expected = net().double()
+            for rank in range(SITES):
+                (loss(expected, batch(rank, step).double()) / SITES).backward()
+            assert_close([[own]], [[by_wrapper(expected)]])
+
+
+def test_arguments_stand_in_the_order_of_pytorchs_class():
+    theirs = list(signature(TorchDDP).parameters)
+    assert list(signature(DistributedDataParallel).parameters)[: len(theirs)] == theirs
+
+
+def test_inputs_are_moved_to_the_device():
+    def site(rank: int, group: Any) -> None:
+        class Nested(nn.Linear):
+            def forward(self, rows: dict[str, list[Tensor]], *, more: Tensor) -> Tensor:
+                moved = [*rows["x"], more]
+                assert all(t.device == torch.device("meta") for t in moved)
+                return super().forward(sum(moved, torch.zeros((), device="meta")))
+
+        model = DistributedDataParallel(Nested(3, 2), process_group=group)
+        model.device_ids = [torch.device("meta")]
+        with torch.no_grad():
+            model.session.detach()
+            model.module.to("meta")
+            model({"x": [torch.ones(4, 3)]}, more=torch.ones(4, 3))
+
+    run_on_lasting_groups(1, site)
 
 
 REFUSED = {

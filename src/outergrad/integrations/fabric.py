@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from outergrad.core.protocols import Method, Policy
-from outergrad.ddp import DistributedDataParallel
 from outergrad.methods.local_steps import LocalSteps
+from outergrad.session.ddp import DistributedDataParallel
 
 try:
     from lightning.fabric.strategies.ddp import DDPStrategy

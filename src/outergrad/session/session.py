@@ -514,7 +514,7 @@ class Session:
         if not self._at.attached:
             return
         self._updates.release()
-        self._give_up()
+        self._give_up("a session was")
         self._ranks.detach()
         self._check.detach()
         self._at.group.attached.discard(self)
@@ -532,18 +532,20 @@ class Session:
         """
         at = getattr(self, "_at", None)
         if at is not None and at.attached and not sys.is_finalizing():  # it has settled at exit
-            self._give_up()
+            self._give_up("a session and its model were")
 
-    def _give_up(self) -> None:
+    def _give_up(self, what: str) -> None:
+        """Ends the session without a message; a log line says what this site has not compared."""
         at = self._at
         at.detach()
         self._reporter.close()
         votes = self._exchange.votes
         if self._exchange.several and at.group.lost is None and not votes.is_settled:
             _LOG.warning(
-                "site %d: a session and its model were given up without session.detach(): this "
+                "site %d: %s given up without session.detach(): this "
                 "site has not compared what the sites received in %s",
                 at.comm.rank,
+                what,
                 votes.about,
             )
 

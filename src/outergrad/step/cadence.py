@@ -107,9 +107,10 @@ class Cadence:
             due_parts: what `due_parts` returned for it.
             shared: parameters whose gradient is now the sum over k passes, and is divided by k.
         """
-        for name in () if self.always else shared:
-            if self._every[name] > 1:
-                param_grad.scale([self._whole.model.params[name]], 1 / self._every[name])
+        if not self.always:
+            for name in shared:
+                if self._every[name] > 1:
+                    param_grad.scale([self._whole.model.params[name]], 1 / self._every[name])
         if due_parts.later is not None:
             due_parts.later.finish()
 

@@ -65,8 +65,9 @@ def of_the_first(model: Net, x: Tensor) -> Tensor:
     return model.first(x).square().mean()
 
 
-LACKS = 2e-4
-"""Largest part of a gradient, in the norm, that a method at full rank may lack."""
+OWES = 2e-5
+"""Largest part of a gradient, in the norm, that a method at full rank leaves for the next step: a
+hundred roundings of float32."""
 
 LOSSES = [of_all, of_nothing, of_the_last, without_block, of_the_first]
 STEPS = {
@@ -108,7 +109,7 @@ def assert_same(
             continue
         assert (g is None) == (q is None), (about, name)
         if g is not None and q is not None:
-            assert (g.double() - q).norm() <= LACKS * q.norm(), (about, name)
+            assert (g.double() - q).norm() <= 2e-4 * q.norm(), (about, name)
 
 
 @pytest.mark.parametrize("steps", covering(list(STEPS), quick=2))
@@ -124,7 +125,7 @@ def test_what_no_site_has_a_gradient_for_has_none(method, steps):
         return found
 
     exact = [expected(losses, step) for step, losses in enumerate(STEPS[steps])]
-    norms = [[0.0 if q is None else LACKS * q.norm().item() for q in of] for of in exact]
+    norms = [[0.0 if q is None else OWES * q.norm().item() for q in of] for of in exact]
     for found in run_on_lasting_groups(SITES, body):
         for step, gradients_of in enumerate(found):
             owes = isinstance(method, og.PowerSGD) and step > 0

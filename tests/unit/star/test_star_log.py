@@ -187,11 +187,13 @@ def test_without_a_log_nobody_takes_part_and_all_are_told(served, monkeypatch):
     full.room = 10
     comms[0].took_part(1, 1, 1)
     comms[1].took_part(1, 1, 1)  # a line that cannot be written
+    began = time.monotonic()
     for comm in comms:  # before they send: what has arrived by then may still be read
         assert comm._line.wait_for(lambda line=comm._line: line.has_failed, 3.0)
     for comm in comms:
         with pytest.raises(ExchangeError, match="cannot write its log: No space left"):
             comm.all_gather(torch.ones(1), [1, 1]).wait()
+    assert time.monotonic() - began < 3
     one = og.Star(f"127.0.0.1:{server.port}", kit=folder / "a.kit", wait_s=3)
     for star in stars:
         star.close()

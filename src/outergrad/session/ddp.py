@@ -23,12 +23,12 @@ from outergrad.session.session import Session
 
 _WRAPPERS: WeakKeyDictionary[nn.Module, ref[DistributedDataParallel]] = WeakKeyDictionary()
 """The last wrapper of each module: one that is wrapped again is shared by the new one alone."""
-_UNLIKE = {
-    "mixed_precision": "cast by torch.autocast, or make the model bf16 before you wrap it",
+_REMEDIES = {
     "delay_all_reduce_named_params": "outergrad orders its messages itself",
     "param_to_hook_all_reduce": "outergrad orders its messages itself",
+    "mixed_precision": "cast by torch.autocast, or make the model bf16 before you wrap it",
 }
-"""Arguments of DDP's that change what it computes, and what to do instead."""
+"""What to do instead of some arguments of PyTorch's class."""
 
 
 class DistributedDataParallel(nn.Module):
@@ -57,6 +57,9 @@ class DistributedDataParallel(nn.Module):
         check_reduction: taken.
         gradient_as_bucket_view: taken: gradients are views of messages where nobody notices.
         static_graph: taken: a graph may always change.
+        delay_all_reduce_named_params: refused.
+        param_to_hook_all_reduce: refused.
+        mixed_precision: refused.
         device_mesh: of one dimension, instead of a process group.
         skip_all_reduce_unused_params: taken.
         bucket_cap_mb_list: taken.
@@ -64,8 +67,7 @@ class DistributedDataParallel(nn.Module):
         forward_sync_buffers: as `broadcast_buffers`, of newer versions of PyTorch.
         method: how gradients travel, as in `distribute`.
         transport: how the sites reach each other, as in `distribute`.
-        **settings: other arguments of `distribute`, such as `recorder`, `timeout` or `mesh`; and
-            those of PyTorch's that cannot mean anything here, which are refused.
+        **settings: other arguments of `distribute`, such as `recorder`, `timeout` or `mesh`.
 
     Attributes:
         module: the model.
@@ -93,6 +95,9 @@ class DistributedDataParallel(nn.Module):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
         device_mesh: DeviceMesh | None = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: list[int] | None = None,
@@ -104,8 +109,9 @@ class DistributedDataParallel(nn.Module):
         **settings: Any,
     ) -> None:
         super().__init__()
-        for name, remedy in _UNLIKE.items():
-            if settings.pop(name, None) is not None:
+        given = (delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision)
+        for value, (name, remedy) in zip(given, _REMEDIES.items(), strict=True):
+            if value is not None:
                 raise ValueError(f"DistributedDataParallel: {name}= means nothing here: {remedy}")
         if not any(p.requires_grad for p in module.parameters()):
             raise RuntimeError(
@@ -232,7 +238,7 @@ class DistributedDataParallel(nn.Module):
         """
         raise RuntimeError(
             "DistributedDataParallel.register_comm_hook means nothing here: gradients travel by "
-            "method=, such as og.PowerSGD(rank=4), og.Dense(wire=og.wire.BF16()) or og.RankDAD()"
+            "method=, such as og.PowerSGD(rank=4) or og.RankDAD(rank=4, wire=og.wire.BF16())"
         )
 
     _register_builtin_comm_hook = register_comm_hook
