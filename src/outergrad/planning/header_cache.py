@@ -9,8 +9,6 @@ from outergrad.messages.header import Header
 
 Facts = Callable[[Sequence[Header]], Hashable]
 """Returns a key of what the plan of a step and the lengths of its messages depend on."""
-_SENT_TWICE = 1 / 20
-"""Largest share of all steps that wrong predictions may have sent twice, where rows vary."""
 
 
 class HeaderCache:
@@ -18,7 +16,6 @@ class HeaderCache:
 
     All sites predict alike. A wrong prediction costs a step that is sent twice, so each one doubles
     the equal steps required for the next: varying batches soon cost no more than their headers.
-    Where rows vary, at most every twentieth step so far is sent twice.
 
     Args:
         facts: returns the key of the plan and message lengths that headers lead to.
@@ -32,23 +29,18 @@ class HeaderCache:
         self._facts, self._ways = facts, ways
         self.known: list[Header] = []
         self._equal, self._enough = 0, 1
-        self._wrong, self._varies = 0, False
         self._no_surprise: Hashable = None
         """Facts of this site that differed from the prediction but did not change the plan."""
 
     def foreseen(self, step: int) -> list[Header] | None:
         """Returns the predicted headers of a step; None if they have to be exchanged."""
-        if not self._predicts(step) or not all(header.alone for header in self.known):
+        if self._equal < self._enough or not all(header.alone for header in self.known):
             return None
         return [header.of_step(step) for header in self.known]
 
-    def foresees(self, known: Sequence[Header], step: int) -> bool:
-        """True if a step is predicted from these headers, without an exchange."""
-        return known is self.known and self._predicts(step)
-
-    def _predicts(self, step: int) -> bool:
-        affords = self._wrong + 1 <= _SENT_TWICE * step or not self._varies
-        return self._equal >= self._enough and affords
+    def foresees(self, known: Sequence[Header]) -> bool:
+        """True if the next step is predicted from these headers, without an exchange."""
+        return known is self.known and self._equal >= self._enough
 
     def surprises(self, ours: Header, foreseen: Sequence[Header]) -> bool:
         """True if this site's header would lead to another plan than the predicted headers.
@@ -74,13 +66,11 @@ class HeaderCache:
         """Records the headers that the sites exchanged in a step."""
         same = bool(self.known) and self._facts(headers) == self._facts(self.known)
         self._equal = self._equal + 1 if same else 0
-        self._varies |= bool(self.known) and any(map(_rows_differ, headers, self.known))
         self.known, self._no_surprise = list(headers), None
 
     def was_wrong(self) -> None:
         """Records that some site's header differed from the prediction."""
         self._enough *= 2
-        self._wrong, self._varies = self._wrong + 1, True
         self.forget()
 
     def follow(self, before: HeaderCache) -> None:
@@ -89,7 +79,6 @@ class HeaderCache:
         All that differs between steps of one loop (other sessions on the group, weights, parameters
         in use, buffers) was in the headers of the last steps, whatever their methods.
         """
-        self._wrong, self._varies = before._wrong, self._varies or before._varies
         if before.known and self._about_loops() != before._about_loops():
             self.forget()
 
@@ -99,9 +88,3 @@ class HeaderCache:
     def forget(self) -> None:
         """Forgets the recorded headers, so that the next step exchanges headers."""
         self.known, self._equal, self._no_surprise = [], 0, None
-
-
-def _rows_differ(header: Header, before: Header) -> bool:
-    """True if the rows of a tapped layer, on which the plan may depend, have changed."""
-    pairs = zip(header.uses, before.uses, strict=True)
-    return any((use.tapped or was.tapped) and use.rows != was.rows for use, was in pairs)

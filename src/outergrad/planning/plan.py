@@ -284,7 +284,7 @@ class Planner:
         last = self._last
         if last is None or last[2] is not choice or choice is not self._adopted:
             return False
-        if not self.header_cache.foresees(headers, step) or last[0] != self._known(self._phases):
+        if not self.header_cache.foresees(headers) or last[0] != self._known(self._phases):
             return False
         self._used, self._paid = used, []
         return True

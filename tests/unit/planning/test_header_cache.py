@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from dataclasses import replace
 
 import pytest
@@ -52,38 +51,6 @@ def test_it_goes_on_behind_one_that_has_seen_nothing():
     cache = cache_of(HEADERS)
     cache.follow(cache_of([]))
     assert cache.foreseen(5) is not None
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_where_rows_vary_at_most_every_twentieth_step_is_sent_twice(seed):
-    """The plan changes at twelve rows, and batches have eight to sixteen."""
-    draw = random.Random(seed)
-    ways = lambda headers: [use.rows < 12 for header in headers for use in header.uses]  # noqa: E731
-    cache, twice = HeaderCache(ways, ways), 0
-    for step in range(400):
-        headers = [
-            replace(header, step=step, uses=(replace(USE, rows=draw.randint(8, 16)),))
-            for header in HEADERS
-        ]
-        foreseen = cache.foreseen(step)
-        if foreseen is None:
-            cache.exchanged(headers)
-        elif any(cache.surprises(header, foreseen) for header in headers):
-            twice += 1
-            cache.was_wrong()
-            cache.exchanged(headers)
-        assert twice <= step / 20
-    assert twice, "steps are foreseen at all"
-
-
-def test_where_rows_stay_the_third_step_is_foreseen():
-    cache = HeaderCache(lambda hs: [h.uses for h in hs], lambda hs: [h.uses for h in hs])
-    seen = []
-    for step in range(4):
-        seen.append(cache.foreseen(step) is not None)
-        if not seen[-1]:
-            cache.exchanged(HEADERS)
-    assert seen == [False, False, True, True]
 
 
 def test_a_session_that_came_meanwhile_surprises_once_not_once_per_way(monkeypatch):
