@@ -170,7 +170,7 @@ class Pending(Protocol):
     """A bucket whose messages are under way.
 
     Attributes:
-        rounds: 2 if `advance` starts a second round.
+        rounds: times that something is waited for; `advance` is called between them.
     """
 
     rounds: int = 1
@@ -189,10 +189,10 @@ class Pending(Protocol):
         return True
 
     def advance(self) -> None:
-        """Starts the second round, if there is one, as soon as the first has come."""
+        """Starts the next round as soon as the one before has come."""
 
     def wait(self) -> Result:
-        """Blocks until the result is there; after `advance`. Repeatable if the bucket is kept."""
+        """Blocks until the result is there; after all rounds. Repeatable if the bucket is kept."""
         ...
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from outergrad.buckets.bucket import Bucket, Pending, Result, StepContext
 from outergrad.core.cost import CostModel
 from outergrad.core.memory import holders
-from outergrad.core.transport import Work
+from outergrad.core.transport import Sum, Work
 from outergrad.linalg.finite import is_finite
 from outergrad.messages.checksum import SummedRoom
 from outergrad.messages.wire import State
@@ -74,7 +75,7 @@ class DenseBucket(Bucket):
         kept.say(context.state, lacks=bool(context.lacking(self.params)))
         work = context.comm.all_reduce(buffer)
         context.layers.book(kept.bookings)
-        return DensePending(work, kept)
+        return DensePending(work, kept, context.comm.sum_rounds)
 
     def _scratch(self, cost: CostModel) -> _Buffer:
         """The buffer that the previous step does not use, or a new one if that one is lent."""
@@ -165,16 +166,21 @@ class DensePending(Pending):
     Args:
         work: the all-reduce.
         kept: the buffer of its sum.
+        rounds: of the all-reduce.
     """
 
-    def __init__(self, work: Work, kept: _Buffer) -> None:
-        self._work, self._kept = work, kept
+    def __init__(self, work: Work, kept: _Buffer, rounds: int) -> None:
+        self._work, self._kept, self.rounds = work, kept, rounds
         self._result: Result | None = None
 
     @property
     def sums(self) -> Mapping[str, Tensor]:
         """The views that will hold the sums, by parameter."""
         return self._kept.views
+
+    def advance(self) -> None:
+        """Starts the second round of the all-reduce."""
+        cast("Sum", self._work).advance()
 
     def wait(self) -> Result:
         """Returns the means, and the worst state of all sites."""

@@ -6,6 +6,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from outergrad.buckets.bucket import Load, Pending, Result, StepContext, UnitBucket
 from outergrad.core.coding import sum_dtype
 from outergrad.core.compressor import Compressor
-from outergrad.core.transport import Comm, Work
+from outergrad.core.transport import Comm, Sum, Work
 from outergrad.core.types import Factors, Gradient, Slot
 from outergrad.linalg.gradients import add_gradients, add_rows
 from outergrad.linalg.outer import row_sum
@@ -103,10 +104,14 @@ class SketchBucket(UnitBucket):
 
 
 class _SketchPending(Pending):
-    rounds = 2
-    """`advance` processes the first sum even if it starts no second round."""
+    """Sums of sketches under way, of one or two rounds each.
+
+    `advance` processes the first sums even if no second ones follow.
+    """
 
     def __init__(self, bucket: SketchBucket, context: StepContext) -> None:
+        self._in_pieces, self._advanced = context.comm.sum_rounds == 2, 0
+        self.rounds = 2 + self._in_pieces * bucket.sketches.rounds
         self._bucket, self._context = bucket, context
         self._slots, self._biases = bucket.used(context), bucket.biases(context)
         self._sizes = bucket.exact_sizes(context)
@@ -183,9 +188,19 @@ class _SketchPending(Pending):
         surprised, void = flags[-2:].real.tolist()
         self._state, self._lacks = State.of(surprised, void), surprised > 0.0
 
-    # -- the second round -----------------------------------------------------------------------
+    # -- further rounds -------------------------------------------------------------------------
 
     def advance(self) -> None:
+        """Starts the next round: of the first sums, of the second sketches, or of their sums."""
+        self._advanced += 1
+        if self._advanced == 1 + self._in_pieces:
+            self._turn()
+        elif self._advanced == 1:
+            self._first.advance()
+        elif self._second is not None:
+            self._second.advance()
+
+    def _turn(self) -> None:
         """Computes and sends this site's part of the second sketches, from the first sums."""
         *sums, exact = self._first.wait()
         self._digest = sum(map(checksum, [*sums, exact]), self._digest)
@@ -252,6 +267,11 @@ class _Sums:
         for dtype in dict.fromkeys(part.dtype for part in parts):
             flat = torch.cat([part.flatten() for part in parts if part.dtype == dtype])
             self._works[dtype] = comm.all_reduce(flat)
+
+    def advance(self) -> None:
+        """Starts the second rounds of the all-reduces."""
+        for work in self._works.values():
+            cast("Sum", work).advance()
 
     def wait(self) -> list[Tensor]:
         """Returns the sums, in the shapes of the parts."""

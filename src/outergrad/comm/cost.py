@@ -29,7 +29,10 @@ _FAR_S = 2e-3
 
 @dataclass(frozen=True)
 class RingCost:
-    """Costs of a process group: sums go round a ring, all else directly from site to site.
+    """Costs of a process group: sums take the bytes of a ring, all goes directly from site to site.
+
+    Two sites may send each other a sum whole, or leave it to the backend's ring. More sites send
+    each other pieces: first what each has of a piece to the site that adds it up, then the sums.
 
     Attributes:
         sites: S.
@@ -74,8 +77,8 @@ class RingCost:
         return nbytes if way == Route.GATHER else 2 * nbytes / self.sites
 
     def delays(self, way: Route) -> int:
-        """Number of delays; low-rank sketches take two all-reduces, of 2 (S - 1) hops each."""
-        return {Route.GATHER: 1, Route.TWO_WAY: 2, Route.REDUCE: 4 * (self.sites - 1)}[way]
+        """Number of delays; low-rank sketches take two all-reduces, of two rounds each."""
+        return {Route.GATHER: 1, Route.TWO_WAY: 2, Route.REDUCE: 4 * (self.sites > 1)}[way]
 
 
 @lru_cache(maxsize=1024)
@@ -166,9 +169,10 @@ def waits_of(cost: CostModel, collective: Collective) -> float:
 
 
 def messages_of(cost: CostModel, collective: Collective) -> float:
-    """Returns how many messages a site sends in one collective: a sum takes one per hop."""
-    sums = collective == Collective.ALL_REDUCE
-    return waits_of(cost, collective) if sums else cost.copies
+    """Returns how many messages a site sends in one collective; a sum of a group has two rounds."""
+    if collective != Collective.ALL_REDUCE:
+        return cost.copies
+    return waits_of(cost, collective) * (cost.copies if isinstance(cost, RingCost) else 1)
 
 
 def seconds(cost: CostModel, way: Route, busy_bytes: float, link: Link) -> float:

@@ -18,10 +18,12 @@ from outergrad.comm.board import StoreBoard
 from outergrad.comm.cost import ADDED_BYTES, RingCost
 from outergrad.comm.failure_mailbox import FailureMailbox
 from outergrad.comm.work import (
+    ADDED_LANE,
     AN_INSTANT,
     CLOSING_TAG,
     SUMS_LANE,
     Pace,
+    PiecewiseSum,
     Ready,
     TorchWork,
     failed,
@@ -83,6 +85,8 @@ class TorchComm(Comm):
         self._wire = device if has_backend(group, device.type) else self._host
         self._added_bytes: float = ADDED_BYTES if sites == 2 and self._wire.type == "cpu" else 0
         """Largest sum that two sites send each other whole: `adds_up`, without a call per sum."""
+        self.sum_rounds = 2 if sites > 2 and self._wire.type == "cpu" else 1
+        self._first_rounds = deque[PiecewiseSum]()
         # With NCCL, a wait with a timeout would block the host; it has a watchdog of its own.
         self.pace = Pace(timeout if self._wire.type == "cpu" else None)
         self.patience_s = (timeout or _PATIENCE).total_seconds()
@@ -92,33 +96,78 @@ class TorchComm(Comm):
                 self.board = StoreBoard(self._store)
                 self.holds_board = ends_with(self.rank, self._store)
 
-    def all_reduce(self, t: Tensor) -> Ready | TorchWork:
+    def all_reduce(self, t: Tensor) -> Ready | TorchWork | PiecewiseSum:
         """Sums t over the sites in place, on its own device.
 
         Counts the bytes that a ring sends: 2 (S - 1) / S of the tensor. Two sites send each other
-        the whole of a short tensor, and of a long one if the link has a large delay: as many bytes
-        in fewer delays.
+        the whole of a short tensor, and of a long one if the link has a large delay. More sites
+        send each other pieces of it. Both are as many bytes in fewer delays.
         """
         if self.world_size == 1:
             return Ready(t)
         if 0 < t.nbytes <= self._added_bytes:
             return self._added_up(t)
+        self._book_sum(t)
+        if self.sum_rounds == 2 and t.numel():
+            return self._added_in_pieces(t)
         staged = self._staged(t)
         words = torch.view_as_real(staged) if staged.is_complex() else staged
         try:
             work = self.group.allreduce([words], self._as_sum)
         except RuntimeError as error:
             raise failed(error, self._only_other) from error
+        result = lambda: t if staged is t else t.copy_(staged)  # noqa: E731
+        return TorchWork([(work, self._only_other)], result, self.pace, self.pace.all_sent)
+
+    def _book_sum(self, t: Tensor) -> None:
+        """Counts the bytes of a sum, of both rounds if there are two."""
         nbytes = self.cost.all_reduce(t.nbytes).sent
         self.sent_bytes += nbytes
         self.received_bytes += nbytes
         self.pace.sends(nbytes)
-        result = lambda: t if staged is t else t.copy_(staged)  # noqa: E731
-        return TorchWork([(work, self._only_other)], result, self.pace, self.pace.all_sent)
 
     def _added_up(self, t: Tensor) -> TorchWork:
         own = self._staged(t).view(-1)
         return self._exchanged([own, own], [len(own)] * 2, t.device, SUMS_LANE, sum_into(t))
+
+    def _added_in_pieces(self, t: Tensor) -> PiecewiseSum:
+        """Sends every site its piece of t, which it adds up in rank order and sends to all.
+
+        The order of addition must not depend on the link, or a training would not repeat to the
+        bit. So all sums of three and more sites go this way.
+        """
+        staged, tag = self._staged(t), tag_of(self._turn, ADDED_LANE)
+        pieces = self._pieces(staged)
+        # A site sends its sum once it has this site's part of it: then its place in t is free.
+        added = self._receives(pieces, tag)
+        sizes = [len(pieces[self.rank])] * self.world_size
+        first = tag_of(self._turn, SUMS_LANE)
+        parts, receives, sends = self._transfers(pieces, sizes, first)
+
+        def add_up() -> None:
+            parts[self.rank] = own = pieces[self.rank]
+            total = parts[0]
+            for part in parts[1:]:
+                total.add_(part)
+            if total is not own:
+                own.copy_(total)
+
+        def send_sum() -> TorchWork:
+            result = lambda: t if staged is t else t.copy_(staged)  # noqa: E731
+            sent = self._sends([pieces[self.rank]] * self.world_size, tag)
+            return TorchWork(added, result, self.pace, self.pace.all_sent, sent)
+
+        arriving = TorchWork(receives, add_up, self.pace, self.pace.all_sent, sends)
+        return PiecewiseSum(arriving, send_sum, self._first_rounds)
+
+    def _pieces(self, t: Tensor) -> list[Tensor]:
+        """Returns the piece of t that each site adds up; of fewer elements than sites, some spare."""
+        pieces = t.view(-1).split(self._piece_sizes(t.numel()))
+        return [piece if len(piece) else t.new_zeros(1) for piece in pieces]
+
+    def _piece_sizes(self, numel: int) -> list[int]:
+        least, more = divmod(numel, self.world_size)
+        return [least + (rank < more) for rank in range(self.world_size)]
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Ready | TorchWork:
         """Gathers every site's 1-D tensor on every site, directly from its owner.
@@ -170,9 +219,12 @@ class TorchComm(Comm):
                 self._posted.setdefault(tag, deque()).append((parts, self._receives(parts, tag)))
 
     def expect_sum(self, size: int, turn: int, dtype: torch.dtype) -> None:
-        """Posts the receives of an `all_reduce`, if two sites send each other the whole sum."""
+        """Posts the receives of an `all_reduce` that sites add up themselves."""
         if 0 < size * dtype.itemsize <= self._added_bytes:
             self.expect([size, size], turn, dtype, SUMS_LANE)
+        elif self.sum_rounds == 2 and size:
+            own = max(self._piece_sizes(size)[self.rank], 1)
+            self.expect([own] * self.world_size, turn, dtype, SUMS_LANE)
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Ready | TorchWork:
         """Sends each site a 1-D tensor of its own, directly and in one delay, like `all_gather`.
@@ -211,20 +263,10 @@ class TorchComm(Comm):
         then: Callable[[list[Tensor]], Any] = list,
     ) -> TorchWork:
         """Starts to exchange tensors with all other sites; the result is on the device."""
-        own = outgoing[self.rank]
-        sent_bytes = sum(t.nbytes for t in outgoing) - own.nbytes
+        sent_bytes = sum(t.nbytes for t in outgoing) - outgoing[self.rank].nbytes
         self.sent_bytes += sent_bytes
         self.pace.sends(sent_bytes)
-        tag = tag_of(self._turn, lane)
-        if self._posted.get(tag):
-            parts, receives = self._posted[tag].popleft()
-            if [len(part) for part in parts] != list(sizes):
-                told = "what was expected is not what comes; please report it"
-                raise ExchangeError(told, kind=Failure.LOCAL)
-            sends = self._sends(outgoing, tag)
-        else:
-            parts = [room(own, size, rank) for rank, size in enumerate(sizes)]
-            receives, sends = self._exchange(outgoing, parts, tag)
+        parts, receives, sends = self._transfers(outgoing, sizes, tag_of(self._turn, lane))
         self.received_bytes += sum(t.nbytes for t in parts) - parts[self.rank].nbytes
 
         def result() -> Any:
@@ -233,6 +275,19 @@ class TorchComm(Comm):
             return then([part.to(device) for part in parts])
 
         return TorchWork(receives, result, self.pace, self.pace.all_sent, sends)
+
+    def _transfers(
+        self, outgoing: Sequence[Tensor], sizes: Sequence[int], tag: int
+    ) -> tuple[list[Tensor], _Receives, list[dist.Work]]:
+        """Starts to exchange tensors, in receives that were posted before, if any were."""
+        if self._posted.get(tag):
+            parts, receives = self._posted[tag].popleft()
+            if [len(part) for part in parts] != list(sizes):
+                told = "what was expected is not what comes; please report it"
+                raise ExchangeError(told, kind=Failure.LOCAL)
+            return parts, receives, self._sends(outgoing, tag)
+        parts = [room(outgoing[self.rank], size, rank) for rank, size in enumerate(sizes)]
+        return parts, *self._exchange(outgoing, parts, tag)
 
     def _exchange(
         self, outgoing: Sequence[Tensor], parts: list[Tensor], tag: int

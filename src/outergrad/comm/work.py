@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -22,8 +23,8 @@ CLOSING_TAG = _TAG - 1
 """Tag of a receive that is never answered (`TorchComm.close`)."""
 _FIRST_TURN_TAG, _LANES = 1 << 30, 8
 """First tag of messages with a turn; each turn has one tag per lane."""
-SUMS_LANE = 6
-"""Lane of sums that two sites send each other whole."""
+SUMS_LANE, ADDED_LANE = 6, 7
+"""Lanes of what sites send each other to add up, and of the sums that they send each other then."""
 
 
 def tag_of(turn: int, lane: int) -> int:
@@ -208,6 +209,44 @@ class TorchWork:
             work.wait()
         else:
             work.wait(left)
+
+
+class PiecewiseSum:
+    """A sum of three or more sites under way: every site adds up one piece, and sends it to all.
+
+    Second rounds start in the order of the sums, as messages of one lane do.
+
+    Args:
+        first: parts of this site's piece on their way, whose `wait` adds them up.
+        send_sum: starts to exchange the sums of all pieces.
+        first_rounds: sums of the transport that are in their first round; this one is added.
+    """
+
+    def __init__(
+        self, first: TorchWork, send_sum: Callable[[], TorchWork], first_rounds: deque[PiecewiseSum]
+    ) -> None:
+        self._first: TorchWork | None = first
+        self._send_sum, self._first_rounds = send_sum, first_rounds
+        self._second: TorchWork | None = None
+        first_rounds.append(self)
+
+    def advance(self) -> None:
+        """Starts the second round, and those of all sums before, once the first has come."""
+        while self._second is None:
+            self._first_rounds[0]._go_on()
+
+    def _go_on(self) -> None:
+        assert self._first is not None
+        self._first.wait()
+        self._second = self._send_sum()
+        self._first = None  # with the parts of all sites
+        self._first_rounds.popleft()
+
+    def wait(self) -> Any:
+        """Returns the sum once all pieces have come."""
+        self.advance()
+        assert self._second is not None
+        return self._second.wait()
 
 
 def room(like: Tensor, size: int, rank: int) -> Tensor:

@@ -33,6 +33,17 @@ class Work(Protocol):
         ...
 
 
+class Sum(Work, Protocol):
+    """A sum over the sites in two rounds that has been started."""
+
+    def advance(self) -> None:
+        """Starts the second round as soon as the first has come; `wait` does so, too.
+
+        Called for several sums in turn, it lets their second rounds travel at the same time.
+        """
+        ...
+
+
 class Notes(Protocol):
     """Store for the farewells of sites that leave in order.
 
@@ -154,6 +165,8 @@ class Comm(Protocol):
     turns at using them. It is held weakly, so it is an object, no number or tuple."""
     patience_s: float
     """Longest time that a message may take, in seconds."""
+    sum_rounds: int = 1
+    """Rounds of an `all_reduce`; with 2 it returns a `Sum`."""
     host: int | None = None
     """The site that holds the place of reports (`give_up`, `notes`): they end together."""
     board: Board | None = None

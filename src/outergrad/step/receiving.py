@@ -108,10 +108,13 @@ class Receiver:
         return _Wait(self)
 
     def start_second_rounds(self, sent: Sent) -> None:
-        """Starts the second rounds of messages that have one, in the order of the messages."""
+        """Starts the further rounds of messages that have some, each in the order of messages."""
+        most = max((pending.rounds for _, pending in sent), default=1)
+        for made in range(1, most):
+            self._start_round([one for one in sent if one[1].rounds > made])
+
+    def _start_round(self, sent: Sent) -> None:
         for bucket, pending in sent:
-            if pending.rounds == 1:
-                continue
             with _Wait(self, bucket):
                 try:
                     pending.advance()

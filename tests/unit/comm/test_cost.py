@@ -85,10 +85,12 @@ def test_two_sites_add_up_what_would_wait_for_the_link_in_a_ring():
         assert not adds_up(RingCost(3).over(far), 1)
 
 
-def test_a_ring_waits_for_every_hop_a_star_for_every_round():
+@pytest.mark.parametrize("sites", [2, 3, 4, 9])
+def test_sketches_wait_for_their_rounds_however_many_sites_there_are(sites):
+    """For two of each sum in a group; a hub adds up in one."""
     link = Link(delay_s=0.1, bytes_per_s=1000.0)
-    ring = {way: seconds(RingCost(4), way, 500, link) for way in (Route.GATHER, Route.REDUCE)}
-    assert ring == {Route.GATHER: pytest.approx(0.6), Route.REDUCE: pytest.approx(1.2 + 0.5)}
+    found = [seconds(RingCost(sites), way, 500, link) for way in (Route.GATHER, Route.REDUCE)]
+    assert found == pytest.approx([0.6, 0.4 + 0.5])
     assert seconds(StarCost(4), Route.REDUCE, 500, link) == pytest.approx(0.2 + 0.5)
 
 
