@@ -24,7 +24,7 @@ from typing import Any
 
 from outergrad.comm.failure_report import FailureReport
 from outergrad.commit.board_requests import Asking, Farewell, First, Get, Gone, Put, Rest, Slot
-from outergrad.commit.lost import FAREWELL_S, Findings, awaited_by, lost_of, named, told_by
+from outergrad.commit.lost import FAREWELL_S, Findings, awaited_by, lost_of, told_by
 from outergrad.commit.membership_record import GOING_ON, MembershipRecord
 from outergrad.core.errors import BoardGoneError
 
@@ -330,7 +330,9 @@ class Agreement:
     def _deceived(self, words: Mapping[int, FailureReport], liars: set[int]) -> Findings:
         """Findings if reports are inconsistent: no site can know how far the others are."""
         who = tuple(sorted(liars))
-        doubt = f"{named(who)} told of {'its' if len(who) == 1 else 'their'} steps what cannot be"
+        one = len(who) == 1
+        doubt = f"the lost site{'s' * (not one)} told of {'its' if one else 'their'} steps what "
+        doubt += "cannot be"
         others = {site: one for site, one in words.items() if site != self._rank}
         return Findings(
             lost=who,

@@ -94,10 +94,16 @@ class Session:
         about = (settings.method, model, compressors, inspection.every)
         self._reporter = reporter = Reporter(settings.recorders, ranks.number, ranks.count, *about)
         ranks.report(reporter)
-        mishaps = Mishaps(model.params, ranks.number, settings.max_bad_steps, reporter.mishap)
+        mishaps = Mishaps(
+            model.params,
+            ranks.number,
+            lambda: at.comm.sites,
+            settings.max_bad_steps,
+            reporter.mishap,
+        )
         told = (settings, ranks, reporter, mishaps, self._on_joint)
         self._exchange = exchange = Exchange(inspection, at, *told)
-        self._tentative = Tentative(model.params, compressors, lambda: at.comm.rank)
+        self._tentative = Tentative(model.params, compressors, lambda: at.me)
         parts = (ranks, reporter, mishaps, self._tentative)
         self._core = core = Core(at, exchange, RunningStep(), *parts)
         self._choosing = choosing_of(compressors, model, comm, fingerprint)
