@@ -68,7 +68,9 @@ def _exchange_s(comm: Comm, nbytes: int) -> float:
 def _slowest(comm: Comm, link: Link) -> Link:
     told = words_of_all(comm, [round(1e9 * link.delay_s), round(link.bytes_per_s)])
     comm.all_began()
-    for site, (delay, rate) in zip(comm.sites, told, strict=True):
+    for rank, (delay, rate) in enumerate(told):
         if delay < 0 or rate <= 0:
-            raise ExchangeError(f"{site.called} measured a delay of {delay} ns and {rate} bytes/s")
+            raise ExchangeError(
+                f"{comm.sites[rank].called} measured a delay of {delay} ns and {rate} bytes/s"
+            )
     return Link(1e-9 * max(delay for delay, _ in told), float(min(rate for _, rate in told)))

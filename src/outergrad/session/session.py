@@ -548,9 +548,9 @@ class Session:
         votes = self._exchange.votes
         if self._exchange.several and at.group.lost is None and not votes.is_settled:
             _LOG.warning(
-                "site %d: %s given up without session.detach(): this "
+                "%s: %s given up without session.detach(): this "
                 "site has not compared what the sites received in %s",
-                at.comm.rank,
+                at.me.called,
                 what,
                 votes.about,
             )

@@ -48,7 +48,7 @@ class SharedGradients:
         "raise": f"call session.make_equal() on every site to take the first one's and go on, or "
         f"{_MEND}",
         "warn": "call session.make_equal() on every site to take the first one's",
-        "mend": "all sites take the first site's",
+        "mend": "all sites take the first one's",
     }
     follows_nodes, are_own = True, False
 

@@ -18,6 +18,7 @@ from outergrad.core.errors import ExchangeError
 from outergrad.core.types import Link, StateDict
 from outergrad.methods.auto.chooser import AutoChooser
 from outergrad.session import attach
+from outergrad.core.sites import sites_of
 from outergrad.session.choosing import Figures
 from outergrad.session.inspect import inspect
 from ranks import run_on_lasting_groups, run_ranks, try_ranks
@@ -323,7 +324,7 @@ def test_figures_that_are_damaged_are_refused():
     for good, figures, bad in run_on_lasting_groups(2, body):
         assert good == [[0.5, 0.25]] * 2
         with pytest.raises(ExchangeError, match="something else"):
-            figures._seconds(bad, 3, 0)
+            figures._seconds(bad, 3, sites_of(2, ())[0])
 
 
 def test_on_a_single_site_nothing_is_measured():
