@@ -24,21 +24,22 @@ if TYPE_CHECKING:
     from outergrad.star.sealing import Seal
 
 
+class NoRunError(RuntimeError):
+    """A run around a hub did not begin: the hub is out of reach, refuses, or sites did not come."""
+
+
 def wait_until_ready(line: Line, wait_s: float) -> None:
     """Waits until all sites are connected, or the sites that train admit this one.
 
     Raises:
-        RuntimeError: some have not come in time, or the hub cannot be reached.
+        NoRunError: some have not come in time, or the hub cannot be reached.
     """
-    if line.wait_for(lambda: line.is_ready or line.invitation is not None, wait_s):
-        return
+    with line.waits_for_others(wait_s):
+        if line.wait_for(lambda: line.is_ready or line.invitation is not None, wait_s):
+            return
     if line.failure is not None:
-        raise RuntimeError(str(line.failure)) from line.failure
-    raise RuntimeError(
-        f"not all of the sites {', '.join(line.names)} came within {wait_s:g} s"
-        if line.names
-        else f"the hub did not answer within {wait_s:g} s"
-    )
+        raise NoRunError(str(line.failure)) from line.failure
+    raise NoRunError(line.snapshot().who_did_not_come(wait_s))
 
 
 def exchange_texts(

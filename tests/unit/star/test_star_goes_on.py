@@ -396,7 +396,7 @@ def test_what_cannot_go_on_is_refused():
 @pytest.mark.slow
 def test_one_that_comes_with_another_method_raises_and_the_others_go_on():
     def comes(goes, again):
-        with pytest.raises(ValueError, match="do not agree: site 2 has 'method: Dense"):
+        with pytest.raises(ValueError, match="do not agree: site-c has 'method: Dense"):
             og.distribute(build(), og.Dense(), transport=again, timeout=10)
         again.close()
 
