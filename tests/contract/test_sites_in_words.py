@@ -40,9 +40,10 @@ def numbers_in(source: str) -> Iterator[tuple[int, str]]:
                 is_name = isinstance(value, ast.FormattedValue) and value.conversion == ord("r")
                 if isinstance(text, str) and BEFORE_A_NUMBER.search(text) and not is_name:
                     yield node.lineno, text
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if id(node) not in unsaid and NUMBER.search(node.value):
-                yield node.lineno, node.value
+        elif isinstance(node, ast.Constant) and id(node) not in unsaid:
+            text = node.value
+            if isinstance(text, str) and NUMBER.search(text):
+                yield node.lineno, text
 
 
 def test_no_message_gives_a_number_where_a_name_may_be_known():
