@@ -15,10 +15,10 @@ from torch import Tensor
 import outergrad as og
 from cases import Boom, mlp, relative_error
 from outergrad.core.errors import ExchangeError
+from outergrad.core.sites import sites_of
 from outergrad.core.types import Link, StateDict
 from outergrad.methods.auto.chooser import AutoChooser
 from outergrad.session import attach
-from outergrad.core.sites import sites_of
 from outergrad.session.choosing import Figures
 from outergrad.session.inspect import inspect
 from ranks import run_on_lasting_groups, run_ranks, try_ranks
