@@ -148,10 +148,10 @@ class Agreement:
                 goes_on = yield from self._going_on(words, {self._rank, *level}, made)
             words = {**words, **(yield from self._reasons(words))}
             yield from self._leave(asked)
-        except BoardGoneError:
+        except BoardGoneError as error:
             self._on_left()
             if not confirmed and content is None:
-                return Outcome(self._alone())
+                return Outcome(self._alone(str(error)))
         if liars:
             return Outcome(self._deceived(words, liars))
         return Outcome(self._findings(words, numbers, made, confirmed), content, goes_on)
@@ -356,12 +356,12 @@ class Agreement:
         in_order = {s: replace(one, ended="") for s, one in words.items() if one.ended == "session"}
         return lost_of(own, known | in_order, unknown) or lost_of(own, known, unknown)
 
-    def _alone(self) -> Findings:
-        """Findings if the board is gone: nothing can be known of the others."""
+    def _alone(self, doubt: str) -> Findings:
+        """Findings if the board is gone, for a reason in words: the others tell nothing more."""
         suspects = tuple(sorted({*self._word.gone, *self._word.silent}))
         return Findings(
             lost=suspects if self._host in (None, self._rank) else (self._host,),
             certain=not self._word.sent,
             may_differ=tuple(self._others),
-            doubt="the store of the group is gone",
+            doubt=doubt,
         )
