@@ -196,7 +196,7 @@ def test_a_site_that_tells_each_site_something_else_is_found_out(faulty, what, s
     assert step == (DAMAGED if waits else DAMAGED + 1)
     assert kind is (og.StepDiscardedError if waits else og.DriftError)
     if sites == 2:
-        assert "the sites 0, 1 received different messages or sums in step 3" in words
+        assert "sites 0, 1 received different messages or sums in step 3" in words
     else:
         assert "site 1 received other messages or sums than the others in step 3" in words
     what = "discarded" if waits else "drifted"
@@ -220,7 +220,7 @@ def test_headers_that_differ_per_receiver_are_found_out(faulty):
         own_comm().armed = True
         model(torch.ones(5, 6)).square().mean().backward()
         own_comm().armed = False
-        with pytest.raises(og.DriftError, match="the sites 0, 1 received different"):
+        with pytest.raises(og.DriftError, match="sites 0, 1 received different"):
             model(torch.ones(5, 6)).square().mean().backward()
         session.detach()
 
