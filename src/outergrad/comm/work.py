@@ -211,7 +211,7 @@ class TorchWork:
             work.wait(left)
 
 
-def room(like: Tensor, size: int, rank: Site) -> Tensor:
+def room(like: Tensor, size: int, site: Site) -> Tensor:
     """Allocates the tensor that a site announced; its memory is taken as it fills.
 
     Raises:
@@ -220,7 +220,7 @@ def room(like: Tensor, size: int, rank: Site) -> Tensor:
     try:
         return like.new_empty(size)
     except (RuntimeError, TypeError, OverflowError) as error:
-        raise ExchangeError(f"{rank.called} announced a message of {size} entries") from error
+        raise ExchangeError(f"{site.called} announced a message of {size} entries") from error
 
 
 def sum_into(t: Tensor) -> Callable[[Sequence[Tensor]], Tensor]:

@@ -330,9 +330,8 @@ class Agreement:
     def _deceived(self, words: Mapping[int, FailureReport], liars: set[int]) -> Findings:
         """Findings if reports are inconsistent: no site can know how far the others are."""
         who = tuple(sorted(liars))
-        one = len(who) == 1
-        doubt = f"the lost site{'s' * (not one)} told of {'its' if one else 'their'} steps what "
-        doubt += "cannot be"
+        whose = "site told of its" if len(who) == 1 else "sites told of their"
+        doubt = f"the lost {whose} steps what cannot be"
         others = {site: one for site, one in words.items() if site != self._rank}
         return Findings(
             lost=who,

@@ -61,14 +61,14 @@ class Figures:
         parts = zip(work.wait(), self._comm.sites, strict=True)
         return [self._seconds(part.tolist(), step, site) for part, site in parts]
 
-    def _seconds(self, words: Sequence[int], step: int, rank: Site) -> list[float]:
+    def _seconds(self, words: Sequence[int], step: int, site: Site) -> list[float]:
         known, numbers, total = words[:KNOWN], words[KNOWN:-1], words[-1]
-        if list(known) != [MAGIC, self._fingerprint, step, rank] or min(numbers) < 0:
+        if list(known) != [MAGIC, self._fingerprint, step, site] or min(numbers) < 0:
             raise ExchangeError(
-                f"{rank.called} sent something else than the seconds of its steps till {step}"
+                f"{site.called} sent something else than the seconds of its steps till {step}"
             )
         if total != sum_of_words(numbers):
-            raise ExchangeError(f"the checksum of the seconds of {rank.called} is wrong")
+            raise ExchangeError(f"the checksum of the seconds of {site.called} is wrong")
         return [number / _PER_UNIT for number in numbers]
 
 

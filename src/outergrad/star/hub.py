@@ -48,11 +48,15 @@ class Hub:
             if tuple(names) == self._names:
                 return
             self._names = tuple(names)
-            for run in (run for run in self._runs if not run.is_ready and not run.epoch):
-                for member in list(run.members.values()):
-                    if member.name not in names:
-                        self._lose(run, member, "it may not take part any more")
-                run.expect(names)
+            for run in self._runs:
+                if not run.is_ready and not run.epoch:
+                    self._change(run, names)
+
+    def _change(self, run: Run, names: Sequence[str]) -> None:
+        for member in list(run.members.values()):
+            if member.name not in names:
+                self._lose(run, member, "it may not take part any more")
+        run.expect(names)
 
     def enter(self, name: str, hello: Hello, peer: str = "") -> tuple[Run, Member, Stream]:
         """Begins a stream of a site.

@@ -267,22 +267,23 @@ class Line:
         """Returns the state of this line now, for people."""
         with self.changed:
             return Snapshot(
-                time.monotonic(),
-                self.names,
-                self.rank,
-                self.is_ready,
-                self.epoch,
-                self._away,
-                dict(self.gone),
-                self._down_since,
-                self._obstacle,
-                self._waits,
+                at=time.monotonic(),
+                names=self.names,
+                rank=self.rank,
+                is_ready=self.is_ready,
+                epoch=self.epoch,
+                away=self._away,
+                gone=dict(self.gone),
+                down_since=self._down_since,
+                obstacle=self._obstacle,
+                waits=self._waits,
             )
 
     def hinder(self, why: str) -> None:
         """Notes why the hub is not reached, while the line is down."""
         with self.changed:
-            self._obstacle = why * (self._down_since is not None)
+            if self._down_since is not None:
+                self._obstacle = why
 
     def fail(self, why: str) -> None:
         """Notes that the hub is out of reach for good."""

@@ -353,7 +353,7 @@ class Run:
         _ACTIONS[frame.kind](self, member, frame)
 
     def _name_of(self, rank: int) -> str:
-        return repr(self.names[rank]) if rank < len(self.names) else f"number {rank}"
+        return repr(self.names[rank]) if rank < len(self.names) else f"rank {rank}"
 
     def _gather(self, member: Member, frame: Frame) -> None:
         self._to_others(member, frame, [(member, frame.lane, cost_of(frame))])

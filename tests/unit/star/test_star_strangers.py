@@ -247,7 +247,7 @@ WRONG = {
     "another run": ({"run": 7}, "of run 7"),
     "a frame is missing": ({"sequence": 3}, "frame 3 came behind 0"),
     "what only a hub says": ({"kind": Kind.READY}, "of kind READY"),
-    "for nobody": ({"kind": Kind.EACH, "recipient": 9}, "for number 9"),
+    "for nobody": ({"kind": Kind.EACH, "recipient": 9}, "for rank 9"),
     "for itself": ({"kind": Kind.EACH, "recipient": 2}, "for 'c'"),
     "no bytes": ({"payload": b""}, "without bytes"),
     "beyond its end": ({"offset": 5}, "says what cannot be"),
