@@ -35,6 +35,7 @@ from outergrad.comm.work import (
 )
 from outergrad.core.cost import CostModel
 from outergrad.core.errors import ExchangeError, Failure
+from outergrad.core.sites import Site
 from outergrad.core.transport import Comm, Enough
 from outergrad.core.types import Link
 
@@ -214,7 +215,9 @@ class TorchComm(Comm):
         """
         if self.world_size > 1 and self._is_gloo and self._wire.type == "cpu":
             tag = tag_of(turn, lane)
-            parts = [room(torch.empty(0, dtype=dtype), size, r) for r, size in enumerate(sizes)]
+            parts = [
+                room(torch.empty(0, dtype=dtype), size, Site(r)) for r, size in enumerate(sizes)
+            ]
             with if_open():  # the wait for the exchange raises if a site is gone
                 self._posted.setdefault(tag, deque()).append((parts, self._receives(parts, tag)))
 
@@ -286,7 +289,7 @@ class TorchComm(Comm):
                 told = "what was expected is not what comes; please report it"
                 raise ExchangeError(told, kind=Failure.LOCAL)
             return parts, receives, self._sends(outgoing, tag)
-        parts = [room(outgoing[self.rank], size, rank) for rank, size in enumerate(sizes)]
+        parts = [room(outgoing[self.rank], size, Site(rank)) for rank, size in enumerate(sizes)]
         return parts, *self._exchange(outgoing, parts, tag)
 
     def _exchange(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outergrad.core.errors import ExchangeError, Failure
+from outergrad.core.sites import Site
 
 _TAG = 0x6F67
 """First tag without a turn, apart from the user's point-to-point messages on the same group."""
@@ -249,7 +250,7 @@ class PiecewiseSum:
         return self._second.wait()
 
 
-def room(like: Tensor, size: int, rank: int) -> Tensor:
+def room(like: Tensor, size: int, site: Site) -> Tensor:
     """Allocates the tensor that a site announced; its memory is taken as it fills.
 
     Raises:
@@ -258,7 +259,7 @@ def room(like: Tensor, size: int, rank: int) -> Tensor:
     try:
         return like.new_empty(size)
     except (RuntimeError, TypeError, OverflowError) as error:
-        raise ExchangeError(f"site {rank} announced a message of {size} entries") from error
+        raise ExchangeError(f"{site.called} announced a message of {size} entries") from error
 
 
 def sum_into(t: Tensor) -> Callable[[Sequence[Tensor]], Tensor]:

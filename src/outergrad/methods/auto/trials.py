@@ -75,9 +75,13 @@ class Purse:
     spent_s: float = 0.0
     sent: float = 0.0
 
+    def affords(self, seconds: float, step_s: float) -> bool:
+        """True if `seconds` may be spent on a trial, where a step takes `step_s`."""
+        return self.spent_s + seconds <= self.share * self.elapsed_s + self.advance * step_s
+
     def affords_bytes(self, more: float, step: int) -> bool:
         """True if `more` may be sent beyond dense on a trial, in steps of dense, after `step`."""
-        return self.sent + more <= _MORE_BYTES * step if more else True
+        return not more or self.sent + more <= _MORE_BYTES * step
 
     def plain(self) -> list[float]:
         """Returns what was spent as JSON holds it."""
@@ -87,10 +91,6 @@ class Purse:
         """Restores what was spent from a result of `plain`; of older versions without the bytes."""
         self.elapsed_s, self.spent_s, *sent = plain
         self.sent = sent[0] if sent else 0.0
-
-    def affords(self, seconds: float, step_s: float) -> bool:
-        """True if `seconds` may be spent on a trial, where a step takes `step_s`."""
-        return self.spent_s + seconds <= self.share * self.elapsed_s + self.advance * step_s
 
 
 @dataclass
