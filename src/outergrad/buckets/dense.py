@@ -75,7 +75,7 @@ class DenseBucket(Bucket):
         kept.say(context.state, lacks=bool(context.lacking(self.params)))
         work = context.comm.all_reduce(buffer)
         context.layers.book(kept.bookings)
-        return DensePending(work, kept, context.comm.sum_rounds)
+        return DensePending(work, kept, context.comm.sum_rounds(buffer.nbytes))
 
     def _scratch(self, cost: CostModel) -> _Buffer:
         """The buffer that the previous step does not use, or a new one if that one is lent."""

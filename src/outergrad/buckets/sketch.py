@@ -110,8 +110,7 @@ class _SketchPending(Pending):
     """
 
     def __init__(self, bucket: SketchBucket, context: StepContext) -> None:
-        self._in_pieces, self._advanced = context.comm.sum_rounds == 2, 0
-        self.rounds = 2 + self._in_pieces * bucket.sketches.rounds
+        self._advanced = 0
         self._bucket, self._context = bucket, context
         self._slots, self._biases = bucket.used(context), bucket.biases(context)
         self._sizes = bucket.exact_sizes(context)
@@ -122,6 +121,7 @@ class _SketchPending(Pending):
         self._additions: dict[str, Tensor] = {}
         self._means: dict[str, Tensor] = {}
         self._first = _Sums(context.comm, [*self._begun(), self._exact()])
+        self.rounds = 2 + (self._first.rounds - 1) * bucket.sketches.rounds
         self._second: _Sums | None = None
         self._last: Sequence[Tensor] = ()
 
@@ -193,7 +193,7 @@ class _SketchPending(Pending):
     def advance(self) -> None:
         """Starts the next round: of the first sums, of the second sketches, or of their sums."""
         self._advanced += 1
-        if self._advanced == 1 + self._in_pieces:
+        if self._advanced == self._first.rounds:
             self._turn()
         elif self._advanced == 1:
             self._first.advance()
@@ -259,19 +259,27 @@ class _SketchPending(Pending):
 
 
 class _Sums:
-    """Sums over the sites of several tensors: one all-reduce per dtype."""
+    """Sums over the sites of several tensors: one all-reduce per dtype.
+
+    Attributes:
+        rounds: of the longest.
+    """
 
     def __init__(self, comm: Comm, parts: Sequence[Tensor]) -> None:
         self._parts = parts
         self._works: dict[torch.dtype, Work] = {}
+        self._in_pieces: list[Sum] = []
         for dtype in dict.fromkeys(part.dtype for part in parts):
             flat = torch.cat([part.flatten() for part in parts if part.dtype == dtype])
-            self._works[dtype] = comm.all_reduce(flat)
+            self._works[dtype] = work = comm.all_reduce(flat)
+            if comm.sum_rounds(flat.nbytes) == 2:
+                self._in_pieces.append(cast("Sum", work))
+        self.rounds = 2 if self._in_pieces else 1
 
     def advance(self) -> None:
-        """Starts the second rounds of the all-reduces."""
-        for work in self._works.values():
-            cast("Sum", work).advance()
+        """Starts the second rounds of the all-reduces that have one."""
+        for work in self._in_pieces:
+            work.advance()
 
     def wait(self) -> list[Tensor]:
         """Returns the sums, in the shapes of the parts."""

@@ -20,9 +20,10 @@ class Collective(Enum):
 
 
 ADDED_BYTES = 1 << 17
-"""Largest sum, bytes, that two sites send each other whole on any link: a ring costs less CPU."""
-_ADDED_S = 4.5e-10
-"""Extra seconds per byte over a ring, where nothing waits for the link (docs/design.md)."""
+"""Largest sum, bytes, that sites add up themselves on any link: a ring costs less CPU."""
+_ADDED_S, _PIECES_S = 4.5e-10, 1e-9
+"""Extra seconds per byte over a ring, of two and of more sites, where nothing waits for the link
+(docs/design.md)."""
 _FAR_S = 2e-3
 """Delay, seconds, from which on a link counts as far: less may be a busy CPU."""
 
@@ -31,12 +32,12 @@ _FAR_S = 2e-3
 class RingCost:
     """Costs of a process group: sums take the bytes of a ring, all goes directly from site to site.
 
-    Two sites may send each other a sum whole, or leave it to the backend's ring. More sites send
-    each other pieces: first what each has of a piece to the site that adds it up, then the sums.
+    Sites add up a sum themselves, or leave it to the backend's ring. Two send each other all of it.
+    More send each other pieces, first as they are to the site that adds them up, then the sums.
 
     Attributes:
         sites: S.
-        added_bytes: largest sum, bytes, that two sites send each other whole, without a ring.
+        added_bytes: largest sum, bytes, that sites add up themselves, without a ring.
     """
 
     sites: int
@@ -45,11 +46,12 @@ class RingCost:
     def over(self, link: Link) -> RingCost:
         """Returns the costs over a link that was measured.
 
-        A ring waits for the link once more than two sites that send each other the whole sum, and
-        again at each part of a long sum, but takes less CPU. A slow link with a small delay makes
-        no difference: both ways take the same bytes.
+        A ring waits for the link 2 (S - 1) times, and again at each part of a long sum, where sites
+        that add up themselves wait once (two sites) or twice. But it takes less CPU. A slow link
+        with a small delay makes no difference: both ways take the same bytes.
         """
-        far_bytes = link.delay_s / _ADDED_S if link.delay_s > _FAR_S else 0.0
+        extra_s = _ADDED_S if self.sites == 2 else _PIECES_S / max(2 * self.sites - 4, 1)
+        far_bytes = link.delay_s / extra_s if link.delay_s > _FAR_S else 0.0
         return replace(self, added_bytes=max(ADDED_BYTES, far_bytes))
 
     @property
@@ -77,7 +79,7 @@ class RingCost:
         return nbytes if way == Route.GATHER else 2 * nbytes / self.sites
 
     def delays(self, way: Route) -> int:
-        """Number of delays; low-rank sketches take two all-reduces, of two rounds each."""
+        """Number of delays; low-rank sketches take two all-reduces, of up to two rounds each."""
         return {Route.GATHER: 1, Route.TWO_WAY: 2, Route.REDUCE: 4 * (self.sites > 1)}[way]
 
 
@@ -149,8 +151,8 @@ class BlindStarCost(StarCost):
 
 
 def adds_up(cost: CostModel, nbytes: int) -> bool:
-    """True if two sites of a process group send each other a whole sum, in one round."""
-    return isinstance(cost, RingCost) and cost.sites == 2 and 0 < nbytes <= cost.added_bytes
+    """True if sites of a process group add up a sum themselves: two in one round, more in two."""
+    return isinstance(cost, RingCost) and cost.sites > 1 and 0 < nbytes <= cost.added_bytes
 
 
 def cost_of(compressor: Compressor, sites: int) -> CostModel:
@@ -159,9 +161,12 @@ def cost_of(compressor: Compressor, sites: int) -> CostModel:
 
 
 def waits_of(cost: CostModel, collective: Collective) -> float:
-    """Returns the delay of one collective, in delays of an all-gather of few bytes."""
+    """Returns the delay of one collective, in delays of an all-gather of few bytes.
+
+    An all-reduce of a process group counts as a ring, of 2 (S - 1) hops.
+    """
     if collective == Collective.ALL_REDUCE:
-        return cost.delays(Route.REDUCE) / 2  # sketches take two
+        return 2.0 * cost.copies if isinstance(cost, RingCost) else cost.delays(Route.REDUCE) / 2
     gathered = cost.delays(Route.GATHER)
     if collective == Collective.ALL_GATHER:
         return gathered
@@ -169,10 +174,9 @@ def waits_of(cost: CostModel, collective: Collective) -> float:
 
 
 def messages_of(cost: CostModel, collective: Collective) -> float:
-    """Returns how many messages a site sends in one collective; a sum of a group has two rounds."""
-    if collective != Collective.ALL_REDUCE:
-        return cost.copies
-    return waits_of(cost, collective) * (cost.copies if isinstance(cost, RingCost) else 1)
+    """Returns how many messages a site sends in one collective: a sum takes one per hop."""
+    sums = collective == Collective.ALL_REDUCE
+    return waits_of(cost, collective) if sums else cost.copies
 
 
 def seconds(cost: CostModel, way: Route, busy_bytes: float, link: Link) -> float:

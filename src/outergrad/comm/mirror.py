@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outergrad.comm.cost import Collective, RingCost
 from outergrad.comm.trace import Tracer
-from outergrad.comm.work import ADDED_LANE, SUMS_LANE, tag_of
+from outergrad.comm.work import SUMS_LANE, tag_of
 from outergrad.core.cost import CostModel, Traffic
 from outergrad.core.transport import Board, Comm, Enough
 from outergrad.messages.wire import as_from
@@ -28,31 +28,6 @@ class Mirrored:
         """Returns the result, and notes that it was awaited."""
         self._tracer.awaited(self._index)
         return self._result
-
-
-class MirroredSum:
-    """A sum in two rounds, as `PiecewiseSum`: each round is a collective of the trace.
-
-    Args:
-        first: the first round.
-        send_sum: starts the second round.
-    """
-
-    def __init__(self, first: Mirrored, send_sum: Callable[[], Mirrored]) -> None:
-        self._first, self._send_sum = first, send_sum
-        self._second: Mirrored | None = None
-
-    def advance(self) -> None:
-        """Awaits the first round, and starts the second."""
-        if self._second is None:
-            self._first.wait()
-            self._second = self._send_sum()
-
-    def wait(self) -> Any:
-        """Returns the sum, and notes that it was awaited."""
-        self.advance()
-        assert self._second is not None
-        return self._second.wait()
 
 
 class Mirror:
@@ -106,7 +81,6 @@ class MirrorComm(Comm):
         if sites > 1 and isinstance(self.cost, RingCost):  # process groups have a store
             self.board = MirrorBoard()
         self._turn, self._posted = 0, Counter[int]()
-        self.sum_rounds = 2 if sites > 2 and isinstance(self.cost, RingCost) else 1
 
     def take_turn(self, turn: int) -> None:
         """Sets the turn, and forgets the receives of turns that are over."""
@@ -123,26 +97,17 @@ class MirrorComm(Comm):
             self._posted[tag_of(turn, lane)] += 1
 
     def expect_sum(self, size: int, turn: int, dtype: torch.dtype) -> None:
-        """Counts the receives of a sum that the sites of a process group would post ahead."""
+        """Counts the receives of a sum that sites of a process group may post ahead."""
         if isinstance(self.cost, RingCost):
             self._posted[tag_of(turn, SUMS_LANE)] += 1
 
-    def all_reduce(self, t: Tensor) -> Mirrored | MirroredSum:
+    def all_reduce(self, t: Tensor) -> Mirrored:
         """Multiplies t by the number of sites, in place."""
         with self._tracer.away():
-            summed, traffic = t.mul_(self.world_size), self.cost.all_reduce(t.nbytes)
-            if self.sum_rounds == 1:
-                return self._sent(summed, Collective.ALL_REDUCE, traffic, SUMS_LANE)
-            half = Traffic(*(nbytes // 2 for nbytes in traffic))
-            rest = Traffic(*(nbytes - nbytes // 2 for nbytes in traffic))
-            first = self._sent(summed, Collective.ALL_TO_ALL, half, SUMS_LANE)
-            self._posted[tag_of(self._turn, ADDED_LANE)] += 1  # when the first round starts
-            gather = Collective.ALL_GATHER, rest, ADDED_LANE
-            return MirroredSum(first, lambda: self._sent(summed, *gather))
-
-    def _sent(self, result: Tensor, kind: Collective, traffic: Traffic, lane: int) -> Mirrored:
-        total = Traffic(*(self.world_size * nbytes for nbytes in traffic))
-        return self._exchanged(result, kind, traffic, total, lane)
+            traffic = self.cost.all_reduce(t.nbytes)
+            summed = t.mul_(self.world_size)
+            total = Traffic(*(self.world_size * nbytes for nbytes in traffic))
+            return self._exchanged(summed, Collective.ALL_REDUCE, traffic, total, SUMS_LANE)
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Mirrored:
         """Returns this site's tensor as it would come from every site, with the rank of each."""

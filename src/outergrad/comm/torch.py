@@ -17,13 +17,13 @@ from outergrad.comm.backends import USUAL_HOST, ends_with, has_backend, is_gloo,
 from outergrad.comm.board import StoreBoard
 from outergrad.comm.cost import ADDED_BYTES, RingCost
 from outergrad.comm.failure_mailbox import FailureMailbox
+from outergrad.comm.pieces import PiecewiseSum, add_as_a_ring, piece_size, ring_pieces
 from outergrad.comm.work import (
     ADDED_LANE,
     AN_INSTANT,
     CLOSING_TAG,
     SUMS_LANE,
     Pace,
-    PiecewiseSum,
     Ready,
     TorchWork,
     failed,
@@ -84,9 +84,8 @@ class TorchComm(Comm):
         """Receives that no exchange has taken yet, by tag."""
         self._host = torch.device("cpu") if has_backend(group, "cpu") else device
         self._wire = device if has_backend(group, device.type) else self._host
-        self._added_bytes: float = ADDED_BYTES if sites == 2 and self._wire.type == "cpu" else 0
-        """Largest sum that two sites send each other whole: `adds_up`, without a call per sum."""
-        self.sum_rounds = 2 if sites > 2 and self._wire.type == "cpu" else 1
+        self._added_bytes: float = ADDED_BYTES if sites > 1 and self._wire.type == "cpu" else 0
+        """Largest sum that sites add up themselves: `adds_up`, without a call per sum."""
         self._first_rounds = deque[PiecewiseSum]()
         # With NCCL, a wait with a timeout would block the host; it has a watchdog of its own.
         self.pace = Pace(timeout if self._wire.type == "cpu" else None)
@@ -100,17 +99,15 @@ class TorchComm(Comm):
     def all_reduce(self, t: Tensor) -> Ready | TorchWork | PiecewiseSum:
         """Sums t over the sites in place, on its own device.
 
-        Counts the bytes that a ring sends: 2 (S - 1) / S of the tensor. Two sites send each other
-        the whole of a short tensor, and of a long one if the link has a large delay. More sites
-        send each other pieces of it. Both are as many bytes in fewer delays.
+        Counts the bytes that a ring sends: 2 (S - 1) / S of the tensor. Sites add up a short tensor
+        themselves, and a long one if the link has a large delay: as many bytes in fewer delays, and
+        the same sum to the bit, so that a training repeats over another link.
         """
         if self.world_size == 1:
             return Ready(t)
         if 0 < t.nbytes <= self._added_bytes:
-            return self._added_up(t)
+            return self._added_up(t) if self.world_size == 2 else self._added_in_pieces(t)
         self._book_sum(t)
-        if self.sum_rounds == 2 and t.numel():
-            return self._added_in_pieces(t)
         staged = self._staged(t)
         words = torch.view_as_real(staged) if staged.is_complex() else staged
         try:
@@ -119,6 +116,10 @@ class TorchComm(Comm):
             raise failed(error, self._only_other) from error
         result = lambda: t if staged is t else t.copy_(staged)  # noqa: E731
         return TorchWork([(work, self._only_other)], result, self.pace, self.pace.all_sent)
+
+    def sum_rounds(self, nbytes: int) -> int:
+        """Returns 2 for a sum that three or more sites add up in pieces."""
+        return 2 if self.world_size > 2 and 0 < nbytes <= self._added_bytes else 1
 
     def _book_sum(self, t: Tensor) -> None:
         """Counts the bytes of a sum, of both rounds if there are two."""
@@ -132,13 +133,11 @@ class TorchComm(Comm):
         return self._exchanged([own, own], [len(own)] * 2, t.device, SUMS_LANE, sum_into(t))
 
     def _added_in_pieces(self, t: Tensor) -> PiecewiseSum:
-        """Sends every site its piece of t, which it adds up in rank order and sends to all.
-
-        The order of addition must not depend on the link, or a training would not repeat to the
-        bit. So all sums of three and more sites go this way.
-        """
+        """Sends every site its piece of t, which it adds up and sends to all."""
+        self._book_sum(t)
         staged, tag = self._staged(t), tag_of(self._turn, ADDED_LANE)
-        pieces = self._pieces(staged)
+        words = torch.view_as_real(staged) if staged.is_complex() else staged
+        pieces = ring_pieces(words, self.world_size)
         # A site sends its sum once it has this site's part of it: then its place in t is free.
         added = self._receives(pieces, tag)
         sizes = [len(pieces[self.rank])] * self.world_size
@@ -146,12 +145,8 @@ class TorchComm(Comm):
         parts, receives, sends = self._transfers(pieces, sizes, first)
 
         def add_up() -> None:
-            parts[self.rank] = own = pieces[self.rank]
-            total = parts[0]
-            for part in parts[1:]:
-                total.add_(part)
-            if total is not own:
-                own.copy_(total)
+            parts[self.rank] = pieces[self.rank]
+            add_as_a_ring(parts, self.rank)
 
         def send_sum() -> TorchWork:
             result = lambda: t if staged is t else t.copy_(staged)  # noqa: E731
@@ -160,15 +155,6 @@ class TorchComm(Comm):
 
         arriving = TorchWork(receives, add_up, self.pace, self.pace.all_sent, sends)
         return PiecewiseSum(arriving, send_sum, self._first_rounds)
-
-    def _pieces(self, t: Tensor) -> list[Tensor]:
-        """Returns the piece of t that each site adds up; of fewer elements than sites, some spare."""
-        pieces = t.view(-1).split(self._piece_sizes(t.numel()))
-        return [piece if len(piece) else t.new_zeros(1) for piece in pieces]
-
-    def _piece_sizes(self, numel: int) -> list[int]:
-        least, more = divmod(numel, self.world_size)
-        return [least + (rank < more) for rank in range(self.world_size)]
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Ready | TorchWork:
         """Gathers every site's 1-D tensor on every site, directly from its owner.
@@ -223,11 +209,13 @@ class TorchComm(Comm):
 
     def expect_sum(self, size: int, turn: int, dtype: torch.dtype) -> None:
         """Posts the receives of an `all_reduce` that sites add up themselves."""
-        if 0 < size * dtype.itemsize <= self._added_bytes:
-            self.expect([size, size], turn, dtype, SUMS_LANE)
-        elif self.sum_rounds == 2 and size:
-            own = max(self._piece_sizes(size)[self.rank], 1)
-            self.expect([own] * self.world_size, turn, dtype, SUMS_LANE)
+        if not 0 < size * dtype.itemsize <= self._added_bytes:
+            return
+        if self.world_size > 2:
+            if dtype.is_complex:
+                size, dtype = 2 * size, dtype.to_real()
+            size = piece_size(size, dtype, self.world_size, self.rank)
+        self.expect([size] * self.world_size, turn, dtype, SUMS_LANE)
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Ready | TorchWork:
         """Sends each site a 1-D tensor of its own, directly and in one delay, like `all_gather`.
@@ -243,7 +231,7 @@ class TorchComm(Comm):
     def settle_pace(self, link: Link, timeout_s: float) -> None:
         """Receives messages from now on in parts, each with a timeout of its own.
 
-        Two sites send each other longer sums whole, where a ring would wait for the link.
+        Sites add up longer sums themselves where a ring would wait for the link.
         """
         self.pace.settle(link.bytes_per_s, timeout_s, len(self._others))
         self.cost = cost = RingCost(self.world_size).over(link)

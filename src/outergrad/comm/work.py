@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -210,44 +209,6 @@ class TorchWork:
             work.wait()
         else:
             work.wait(left)
-
-
-class PiecewiseSum:
-    """A sum of three or more sites under way: every site adds up one piece, and sends it to all.
-
-    Second rounds start in the order of the sums, as messages of one lane do.
-
-    Args:
-        first: parts of this site's piece on their way, whose `wait` adds them up.
-        send_sum: starts to exchange the sums of all pieces.
-        first_rounds: sums of the transport that are in their first round; this one is added.
-    """
-
-    def __init__(
-        self, first: TorchWork, send_sum: Callable[[], TorchWork], first_rounds: deque[PiecewiseSum]
-    ) -> None:
-        self._first: TorchWork | None = first
-        self._send_sum, self._first_rounds = send_sum, first_rounds
-        self._second: TorchWork | None = None
-        first_rounds.append(self)
-
-    def advance(self) -> None:
-        """Starts the second round, and those of all sums before, once the first has come."""
-        while self._second is None:
-            self._first_rounds[0]._go_on()
-
-    def _go_on(self) -> None:
-        assert self._first is not None
-        self._first.wait()
-        self._second = self._send_sum()
-        self._first = None  # with the parts of all sites
-        self._first_rounds.popleft()
-
-    def wait(self) -> Any:
-        """Returns the sum once all pieces have come."""
-        self.advance()
-        assert self._second is not None
-        return self._second.wait()
 
 
 def room(like: Tensor, size: int, site: Site) -> Tensor:

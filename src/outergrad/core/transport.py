@@ -166,8 +166,6 @@ class Comm(Protocol):
     turns at using them. It is held weakly, so it is an object, no number or tuple."""
     patience_s: float
     """Longest time that a message may take, in seconds."""
-    sum_rounds: int = 1
-    """Rounds of an `all_reduce`; with 2 it returns a `Sum`."""
     host: int | None = None
     """The site that holds the place of reports (`give_up`, `notes`): they end together."""
     board: Board | None = None
@@ -190,6 +188,10 @@ class Comm(Protocol):
     """Ranks to gather reports from when some are lost, if this is a transport of a mesh."""
     min_sites: int | None = None
     """Fewest sites with which training continues after a loss; None if any loss ends it for all."""
+
+    def sum_rounds(self, nbytes: int) -> int:
+        """Returns the rounds of an `all_reduce` of so many bytes; if two, it returns a `Sum`."""
+        return 1
 
     def all_reduce(self, t: Tensor) -> Work:
         """Sums t over the sites in place; `wait` returns it, equal to the bit on all sites."""

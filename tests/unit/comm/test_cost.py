@@ -82,7 +82,8 @@ def test_two_sites_add_up_what_would_wait_for_the_link_in_a_ring():
         assert ring.over(replace(near, bytes_per_s=bytes_per_s)) == ring
         assert adds_up(ring.over(far), 40_000_000)
         assert not adds_up(ring.over(far), 50_000_000)
-        assert not adds_up(RingCost(3).over(far), 1)
+        assert adds_up(RingCost(3).over(far), 40_000_000)
+        assert not adds_up(RingCost(3).over(far), 41_000_000)
 
 
 @pytest.mark.parametrize("sites", [2, 3, 4, 9])

@@ -83,7 +83,7 @@ def test_mirrors_send_what_real_sites_send_of_buffers(buffers):
 
 EXPECTING = {
     "short sums of two": (2, og.Dense(), True),
-    "short sums of three": (3, og.Dense(), False),
+    "short sums of three": (3, og.Dense(), True),
     "gathered": (3, og.DAD(always=True), True),
     "both rounds of two ways": (3, og.RankDAD(rank=1, reduce="two_way"), True),
     "sides in turn": (2, og.RankDAD(rank=1, reduce="alternate"), True),

@@ -149,3 +149,52 @@ def test_long_sums_come_in_parts():
     for parts, found in run_on_lasting_groups(2, body):
         assert parts > 1
         assert found.equal(torch.arange(5000, dtype=torch.float32) * 3)
+
+
+def drawn(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(1000 * rank + numel)
+    exact = torch.complex128 if dtype.is_complex else torch.float64
+    return (100 * torch.randn(numel, generator=draw, dtype=exact)).to(dtype)
+
+
+FAR = Link(0.02, 1e7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("is_expected", [False, True])
+@pytest.mark.parametrize("sites", [3, 4, 5])
+def test_more_sites_add_up_to_what_a_ring_does(sites, is_expected, dtype):
+    """To the bit, of fewer elements than sites, too, and in whatever order sums are awaited.
+
+    The longest have more than two of a ring's segments at each site.
+    """
+    sizes = [1, 2, 7, 1000, 30_001, 1_700_003 if dtype == torch.float32 else 500_003]
+
+    def body(rank, group):
+        comm = TorchComm(group, CPU)
+        comm.settle_pace(FAR, 60.0)
+        comm.take_turn(5)
+        for size in sizes if is_expected else []:
+            comm.expect_sum(size, 5, dtype)
+        works = [comm.all_reduce(drawn(rank, size, dtype)) for size in sizes]
+        works[1].advance()
+        sums = [work.wait() for work in works[::-1]][::-1]
+        return sums, [ring(rank, group, drawn(rank, size, dtype)) for size in sizes], comm
+
+    for sums, by_ring, comm in run_on_lasting_groups(sites, body):
+        assert [comm.sum_rounds(t.nbytes) for t in by_ring] == [2] * len(sizes)
+        assert all(map(torch.equal, sums, by_ring))
+        sent_bytes = sum(2 * (sites - 1) * t.nbytes // sites for t in by_ring)
+        assert comm.sent_bytes == comm.received_bytes == sent_bytes
+
+
+def test_more_sites_leave_long_sums_to_a_ring_where_the_link_is_near():
+    def body(rank, group):
+        comm = TorchComm(group, CPU)
+        comm.settle_pace(Link(1e-5, 1e9), 60.0)
+        long = drawn(rank, ADDED_BYTES // 4 + 1, torch.float32)
+        return [comm.sum_rounds(n) for n in (0, ADDED_BYTES, long.nbytes)], comm.all_reduce(long)
+
+    for rounds, work in run_on_lasting_groups(3, body):
+        assert rounds == [1, 2, 1]
+        assert not hasattr(work, "advance")

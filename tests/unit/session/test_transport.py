@@ -174,6 +174,6 @@ def test_low_rank_takes_no_way_that_the_transport_does_not_have():
     for one, kind in ((compressor, MirrorComm), (lacking, Gathering)):
         comm = kind(4, Tracer())
         one.settle(comm.cost, comm.capabilities)
-        one.settle_reduce(units, 4, LINK)
+        one.settle_reduce(units, 4, Link(delay_s=0.022, bytes_per_s=1e5))
     assert compressor.auto_way.way == Route.TWO_WAY
     assert lacking.auto_way.way != Route.TWO_WAY

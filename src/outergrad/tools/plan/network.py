@@ -147,9 +147,10 @@ def _waits(message: Started, link: ShapedLink, network: Network) -> float:
     """Round trips of a message, besides the time that its bytes take."""
     is_sum = message.collective == Collective.ALL_REDUCE
     straight = is_sum and adds_up(_over(link, network.cost), message.traffic.sent)
+    further = 0.5 if straight and network.cost.sites > 2 else 0.0  # the receives are posted ahead
     if message.is_expected and (straight or not is_sum):
-        return 0.5
-    return 1.0 if straight else waits_of(network.cost, message.collective)
+        return 0.5 + further
+    return 1.0 + further if straight else waits_of(network.cost, message.collective)
 
 
 def _over(link: ShapedLink, cost: CostModel) -> CostModel:
