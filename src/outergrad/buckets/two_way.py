@@ -31,8 +31,8 @@ class TwoWayBucket(RowBucket):
     """Units whose triplets go from each site to the owner of the slot, and merged ones to all.
 
     The paper's star with an aggregator, but every site is the aggregator of some slots. A site
-    sends about 2 (S - 1) / S times its triplets, as in an all-reduce, in two delays instead of a
-    ring's 2 (S - 1). In the first round every site hears from every other, even if only its
+    sends about 2 (S - 1) / S times its triplets, as in an all-reduce, in two delays instead of the
+    four of two sketches. In the first round every site hears from every other, even if only its
     preamble. So all sites know alike whether there is a second round.
 
     Args:

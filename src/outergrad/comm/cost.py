@@ -24,6 +24,8 @@ ADDED_BYTES = 1 << 17
 _ADDED_S, _PIECES_S = 4.5e-10, 1e-9
 """Extra seconds per byte over a ring, of two and of more sites, where nothing waits for the link
 (docs/design.md)."""
+_IDLE_SHARE = 0.15
+"""Share of the time of a sum's bytes by which more sites leave the link idle between two rounds."""
 _FAR_S = 2e-3
 """Delay, seconds, from which on a link counts as far: less may be a busy CPU."""
 
@@ -47,12 +49,19 @@ class RingCost:
         """Returns the costs over a link that was measured.
 
         A ring waits for the link 2 (S - 1) times, and again at each part of a long sum, where sites
-        that add up themselves wait once (two sites) or twice. But it takes less CPU. A slow link
-        with a small delay makes no difference: both ways take the same bytes.
+        that add up themselves wait once (two sites) or twice. But it takes less CPU, and its parts
+        keep the link busy. A slow link with a small delay makes no difference: both ways take the
+        same bytes.
         """
-        extra_s = _ADDED_S if self.sites == 2 else _PIECES_S / max(2 * self.sites - 4, 1)
-        far_bytes = link.delay_s / extra_s if link.delay_s > _FAR_S else 0.0
+        far_bytes = self._far_bytes(link) if link.delay_s > _FAR_S else 0.0
         return replace(self, added_bytes=max(ADDED_BYTES, far_bytes))
+
+    def _far_bytes(self, link: Link) -> float:
+        """Bytes from which on what a ring costs less is more than its delays."""
+        if self.sites <= 2:
+            return link.delay_s / _ADDED_S
+        per_byte_s = 2 * self.copies / self.sites / link.bytes_per_s
+        return 2 * (self.sites - 2) * link.delay_s / (_PIECES_S + _IDLE_SHARE * per_byte_s)
 
     @property
     def copies(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import outergrad as og
-from outergrad.comm.cost import RingCost, StarCost, adds_up, cost_of, seconds
+from outergrad.comm.cost import ADDED_BYTES, RingCost, StarCost, adds_up, cost_of, seconds
 from outergrad.core.transport import Capability
 from outergrad.core.types import Link, Route, Slot, Unit
 
@@ -82,8 +82,19 @@ def test_two_sites_add_up_what_would_wait_for_the_link_in_a_ring():
         assert ring.over(replace(near, bytes_per_s=bytes_per_s)) == ring
         assert adds_up(ring.over(far), 40_000_000)
         assert not adds_up(ring.over(far), 50_000_000)
-        assert adds_up(RingCost(3).over(far), 40_000_000)
-        assert not adds_up(RingCost(3).over(far), 41_000_000)
+
+
+@pytest.mark.parametrize("sites", [3, 4, 9])
+def test_more_sites_add_up_what_waits_in_a_ring_longer_than_its_bytes_would(sites):
+    """Two rounds leave the link idle for a part of the time of a sum's bytes; a ring does not."""
+    ring = RingCost(sites)
+    assert ring.over(Link(delay_s=1e-3, bytes_per_s=1e6)) == ring
+    for delay_s in (0.005, 0.02, 0.1):
+        for bytes_per_s in (1e6, 1e7, 1e9):
+            longest = ring.over(Link(delay_s, bytes_per_s)).added_bytes
+            idle_s = 0.15 * ring.all_reduce(int(longest)).sent / bytes_per_s + 1e-9 * longest
+            saved_s = 2 * (sites - 2) * delay_s
+            assert longest == ADDED_BYTES or idle_s == pytest.approx(saved_s, rel=1e-3)
 
 
 @pytest.mark.parametrize("sites", [2, 3, 4, 9])

@@ -157,7 +157,7 @@ def drawn(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return (100 * torch.randn(numel, generator=draw, dtype=exact)).to(dtype)
 
 
-FAR = Link(0.02, 1e7)
+FAR = Link(0.02, 1e9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
