@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from outergrad.methods.dad import DAD
     from outergrad.methods.dense import Dense
     from outergrad.methods.edad import EDAD
-    from outergrad.methods.local_steps import LocalSteps
+    from outergrad.methods.local_steps import LocalSteps, nesterov
     from outergrad.methods.per_layer import Local, PerLayer
     from outergrad.methods.powersgd import PowerSGD
     from outergrad.methods.rank_dad import RankDAD
@@ -82,6 +82,7 @@ __all__ = [
     "__version__",
     "distribute",
     "events",
+    "nesterov",
     "report",
     "transforms",
     "wire",
@@ -105,7 +106,7 @@ _HOMES = {
     "methods.dad": ("DAD",),
     "methods.dense": ("Dense",),
     "methods.edad": ("EDAD",),
-    "methods.local_steps": ("LocalSteps",),
+    "methods.local_steps": ("LocalSteps", "nesterov"),
     "methods.per_layer": ("Local", "PerLayer"),
     "methods.powersgd": ("PowerSGD",),
     "methods.rank_dad": ("RankDAD",),

@@ -19,8 +19,24 @@ Outer = Callable[[list[nn.Parameter]], Optimizer]
 """Function that makes an optimizer of a list of parameters."""
 
 
+def average(params: list[nn.Parameter]) -> Optimizer:
+    """Returns an outer optimizer that sets the weights to their mean over the sites: SGD of rate 1.
+
+    Args:
+        params: weights that all sites had after the last exchange.
+    """
+    return SGD(params, lr=1.0)
+
+
 def nesterov(params: list[nn.Parameter]) -> Optimizer:
-    """Returns the outer optimizer of DiLoCo: SGD with Nesterov momentum."""
+    """Returns the outer optimizer of DiLoCo: SGD with Nesterov momentum.
+
+    Choose it in long trainings whose rates were tuned with it. Within a few hundred steps it ends
+    far above the plain mean on most models (docs/methods.md).
+
+    Args:
+        params: weights that all sites had after the last exchange.
+    """
     return SGD(params, lr=0.7, momentum=0.9, nesterov=True)
 
 
@@ -32,16 +48,16 @@ class LocalSteps:
 
     The change of the weights since the last exchange, `start - now`, is an "outer gradient". The
     outer optimizer applies its mean over the sites to `start`. The state of the inner optimizers
-    stays on each site. Source: Douillard et al., DiLoCo, arXiv 2311.08105, algorithm 1; with
-    `method=og.Dense()` and `outer=lambda params: SGD(params, lr=1)` it is federated averaging
-    (McMahan et al., arXiv 1602.05629). With `stream` and `overlap` it is Streaming DiLoCo
-    (Douillard et al., arXiv 2501.18512, algorithm 2).
+    stays on each site. By default the weights become their mean: federated averaging (McMahan et
+    al., arXiv 1602.05629). With `outer=og.nesterov` it is DiLoCo (Douillard et al., arXiv
+    2311.08105, algorithm 1), with `stream` and `overlap` besides Streaming DiLoCo (Douillard et
+    al., arXiv 2501.18512, algorithm 2).
 
     Attributes:
         k: Steps of the optimizer between two exchanges (H in DiLoCo).
         outer: Makes the outer optimizer of a list of parameters, alike on all sites: by default SGD
-            with a learning rate of 0.7 and Nesterov momentum of 0.9, as in DiLoCo. It is also
-            called with a list of one parameter, to check it.
+            with a learning rate of 1, which makes the weights their mean; `og.nesterov` is
+            DiLoCo's. It is also called with a list of one parameter, to check it.
         method: How the change travels: `og.Dense()`; `og.RankDAD(...)` or `og.PowerSGD(...)` for
             weights at low rank and the rest dense; `og.Sparse(...)` for a few entries of weights;
             `og.PerLayer({...})` of these and `og.Local()`.
@@ -60,7 +76,7 @@ class LocalSteps:
     """
 
     k: int
-    outer: Outer = field(default=nesterov, kw_only=True)
+    outer: Outer = field(default=average, kw_only=True)
     method: Method | PerLayer = field(default_factory=Dense, kw_only=True)
     stream: int = field(default=1, kw_only=True)
     overlap: int = field(default=0, kw_only=True)

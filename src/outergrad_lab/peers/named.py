@@ -41,7 +41,8 @@ PEERS: dict[str, Family] = {
     "acp-sgd": _family(ACPSGD),
     "sparta": _family(SPARTA),
 }
-"""Peers by name; settings may follow: ``demo:entries=8:bucket=True``. DiLoCo is `local-steps`."""
+"""Peers by name; settings may follow: ``demo:entries=8:bucket=True``. DiLoCo is
+``local-steps:lr=0.7:momentum=0.9``."""
 
 SITES_DIFFER = ("alone", "local-steps", "fedavg", "sparseloco", "sparta")
 """Families of methods whose sites have weights of their own."""

@@ -70,12 +70,13 @@ def test_one_plain_step_is_dense_training(name, sites):
 
 @pytest.mark.parametrize(("sites", "k"), [(1, 3), (2, 1), (2, 3), (3, 4)])
 @pytest.mark.parametrize("inner", INNER)
-def test_it_is_diloco(inner, sites, k):
+@pytest.mark.parametrize("settings", [{}, {"outer": og.nesterov}], ids=["mean", "diloco"])
+def test_it_is_the_mean_of_the_weights_or_diloco(settings, inner, sites, k):
     """Eleven steps, with a flush for the rest; the inner optimizer goes on with its own state."""
-    expected = reference(sites, k, 11, inner)
+    expected = reference(sites, k, 11, inner, nesterov if settings else plain)
 
     def body(rank, group):
-        site = Site(og.LocalSteps(k), rank, group, inner).steps(0, 11)
+        site = Site(og.LocalSteps(k, **settings), rank, group, inner).steps(0, 11)
         site.session.flush()
         site.session.detach()
         return site.model
@@ -89,7 +90,9 @@ def test_every_method_of_full_rank_brings_the_whole_change(name):
     expected = reference(2, 3, 9, "momentum")
 
     def body(rank, group):
-        site = Site(og.LocalSteps(3, method=FULL_RANK[name]), rank, group, "momentum")
+        site = Site(
+            og.LocalSteps(3, outer=og.nesterov, method=FULL_RANK[name]), rank, group, "momentum"
+        )
         site.steps(0, 9).session.detach()
         return site.model
 
@@ -270,7 +273,7 @@ def test_several_optimizers_step_together():
     expected = reference(2, 3, 9)
 
     def body(rank, group):
-        site = Site(og.LocalSteps(3), rank, group)
+        site = Site(og.LocalSteps(3, outer=og.nesterov), rank, group)
         parts = [INNER["sgd"](layer.parameters()) for layer in site.model if parameters(layer)]
         train(site.model, parts, rank, range(9))
         assert site.session.stats().step == 3

@@ -151,7 +151,9 @@ def test_with_every_method_of_full_rank(name, overlap):
     turns = {"k": 4, "stream": 2, "overlap": overlap}
 
     def body(rank, group):
-        site = Site(method_of(turns, method=FULL_RANK[name]), rank, group, "momentum")
+        site = Site(
+            method_of(turns, outer=og.nesterov, method=FULL_RANK[name]), rank, group, "momentum"
+        )
         site.steps(0, 9).session.detach()
         return site.model
 
@@ -165,7 +167,7 @@ def test_samples_are_those_of_all_steps_of_a_change():
         return 1 + (3 * number + 2 * rank) % 5
 
     def body(rank, group):
-        method = og.LocalSteps(4, stream=2)
+        method = og.LocalSteps(4, outer=og.nesterov, stream=2)
         site = Site(method, rank, group, "momentum", weighting="samples")
         for number in range(11):
             site.session.samples(weights(rank, number))
@@ -492,7 +494,7 @@ def test_a_changed_model_is_told_of_the_fragment_that_is_due():
 def test_sites_of_several_ranks_take_turns(turns):
     def body(mesh):
         net = model()
-        session = og.distribute(net, og.LocalSteps(4, **turns), mesh=mesh)
+        session = og.distribute(net, og.LocalSteps(4, outer=og.nesterov, **turns), mesh=mesh)
         train(net, [INNER["momentum"](net.parameters())], mesh.site, range(9))
         before = copy.deepcopy(net)
         session.flush()

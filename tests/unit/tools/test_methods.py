@@ -195,7 +195,7 @@ def test_a_method_can_be_named_with_settings(name, method):
         ),
         (
             "local-steps:k=7:lr=1:momentum=0",
-            og.LocalSteps(7, outer=lambda params: torch.optim.SGD(params, lr=1)),
+            og.LocalSteps(7, outer=lambda params: torch.optim.SGD(params, lr=1.0)),
         ),
     ],
 )

@@ -333,18 +333,18 @@ def _edad(blocks: str = "", **settings: Any) -> Distributed:
 def _local_steps(
     k: int = 50,
     method: str = "dense",
-    lr: float = 0.7,
-    momentum: float = 0.9,
+    lr: float = 1.0,
+    momentum: float = 0.0,
     stream: int = 1,
     overlap: int = 0,
     alpha: float | None = None,
     error_reset: bool = False,
 ) -> Distributed:
-    """DiLoCo; with ``lr=1:momentum=0`` it is federated averaging of equally weighted sites."""
+    """Federated averaging of equally weighted sites; DiLoCo with ``lr=0.7:momentum=0.9``."""
     inner = _attach_of(method)
     if not isinstance(inner, Distributed) or isinstance(inner.method, (og.Auto, og.LocalSteps)):
         raise ValueError(f"method={method}; use dense, rank-dad, og-powersgd or sparse")
-    outer = partial(SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
+    outer = partial(SGD, lr=float(lr), momentum=float(momentum), nesterov=momentum > 0)
     turns = {"stream": stream, "overlap": overlap, "alpha": alpha}
     made = og.LocalSteps(k, outer=outer, method=inner.method, **turns, error_reset=error_reset)
     return Distributed(made)
@@ -352,7 +352,7 @@ def _local_steps(
 
 def _fedavg(k: int = 20, method: str = "dense") -> Distributed:
     """Federated averaging weighted by samples; `method` compresses the parameter changes."""
-    made = _local_steps(k, method, lr=1, momentum=0)
+    made = _local_steps(k, method)
     return replace(made, options={"weighting": "samples"})
 
 
