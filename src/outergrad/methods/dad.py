@@ -32,7 +32,8 @@ class DAD(Settings):
     """Sites send the factors of each weight gradient where they are fewer bytes (dAD).
 
     Choose it where layers see few rows per step, as in classifiers, MLPs and embeddings. Gradients
-    are exact unless `wire` has codecs: in bfloat16 no further from the mean than DDP's. Source: Baker et al., arXiv 2102.09631, section 3 (dAD).
+    are exact unless `wire` has codecs: in bfloat16 no further from the mean than DDP's. Source:
+    Baker et al., arXiv 2102.09631, section 3 (dAD).
 
     Attributes:
         always: Sends factors even where the dense gradient is fewer bytes.

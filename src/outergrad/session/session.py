@@ -45,8 +45,8 @@ from outergrad.session.farewell import end_session
 from outergrad.session.final_barrier import FinalBarrier
 from outergrad.session.handover import Handover
 from outergrad.session.inspect import Inspection
-from outergrad.session.loop import BackwardLoop
 from outergrad.session.loaded_weights import LoadedWeights
+from outergrad.session.loop import BackwardLoop
 from outergrad.session.membership import Membership
 from outergrad.session.ranks import OneRank
 from outergrad.session.replica_check import ReplicaCheck
