@@ -98,7 +98,7 @@ class EmbeddingBagRule:
 
 
 class _LookedUp(NamedTuple):
-    """What was looked up: by id the bag it is in, and the share by which it counts there."""
+    """By looked-up id the bag that it is in, and the share by which it counts there."""
 
     ids_N: Tensor
     bags_N: Tensor

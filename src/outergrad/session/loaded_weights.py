@@ -35,6 +35,7 @@ class LoadedWeights:
         self._exchange, self._at, self._method = exchange, at, method
         self._swap: StateSwap | None = None
         self._told: str | None = None
+        self._warned = False
         self._before = 0
         self._resumed_at: int | None = None
 
@@ -55,9 +56,10 @@ class LoadedWeights:
         self._told, self._resumed_at = None, self._at.stats.step
 
     def check(self) -> None:
-        """Warns of loaded weights, if they are not those of before; called before a forward."""
+        """Warns once of loaded weights that are not those of before; called before a forward."""
         told, self._told = self._told, None
-        if told is not None and self._digest() != self._before:
+        if told is not None and not self._warned and self._digest() != self._before:
+            self._warned = True
             warnings.warn(told, stacklevel=2)
 
     def _note(self) -> int | None:
