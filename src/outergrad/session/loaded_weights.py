@@ -8,6 +8,7 @@ from contextlib import suppress
 from torch import nn
 
 from outergrad.capture.class_swap import StateSwap
+from outergrad.core.types import Factors, Gradient
 from outergrad.messages.raw import digest
 from outergrad.session.exchange import Exchange
 from outergrad.session.membership import Membership
@@ -63,15 +64,22 @@ class LoadedWeights:
             warnings.warn(told, stacklevel=2)
 
     def _note(self) -> int | None:
-        return self._at.stats.step if self._exchange.compressors.owe else None
+        return self._at.stats.step if self._owes() else None
 
     def _on_load(self, saved_at: int | None) -> None:
-        step, owes = self._at.stats.step, self._exchange.compressors.owe
+        step, owes = self._at.stats.step, self._owes()
         if step == self._resumed_at or (saved_at is None and not owes):
             return
         if self._told is None:
             self._before = self._digest()
         self._told = self._words(saved_at, step if owes else None)
+
+    def _owes(self) -> bool:
+        """True if something is unsent; a residual of zeros is nothing."""
+        compressors = self._exchange.compressors
+        units = (unit for _, units in compressors.items() for unit in units)
+        memories = (pair for unit in units for pair in compressors.memories(unit))
+        return any(_is_something(store.residual(slot)) for store, slot in memories)
 
     def _words(self, saved_at: int | None, owed_at: int | None) -> str:
         here = f"{self._at.me.called}: weights were loaded"
@@ -87,3 +95,9 @@ class LoadedWeights:
     def _digest(self) -> int:
         params = self._exchange.model.params.values()
         return digest(b"", [p.detach() for p in params])
+
+
+def _is_something(residual: Gradient | None) -> bool:
+    if isinstance(residual, Factors):
+        return bool(residual.d_GRO.any() & residual.a_GRI.any())
+    return residual is not None and bool(residual.any())
