@@ -128,8 +128,9 @@ def test_no_gradient_is_further_from_the_mean_than_that_of_ddp(method, sites):
         errors(trained(EXACT[method], sites, torch.bfloat16)[0], sites),
         errors_of_ddp(sites),
     )
-    for name in of_ddp:
-        assert ours[name] <= of_ddp[name], name
+    shares = {name: ours[name] / of_ddp[name] for name in of_ddp}
+    print(f"{method}, {sites} sites: {shares}")  # docs/methods.md has them
+    assert all(share <= 1 for share in shares.values())
 
 
 @pytest.mark.parametrize("method", LOSSY)
