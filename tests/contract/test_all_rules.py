@@ -87,6 +87,22 @@ def ids() -> dict[str, tuple[Any, ...]]:
     return {form: (x,) for form, x in (forms | {"alike": torch.full((2, 3), 5)}).items()}
 
 
+def bags(*, weights: bool = False, last: bool = False) -> dict[str, tuple[Any, ...]]:
+    """Bags of one width, then of several; one is empty, and ids are in several, or twice in one."""
+    found = torch.tensor([[3, 0, 3, 7], [7, 7, 1, 0], [0, 0, 0, 0], [2, 9, 4, 3]])
+    starts = torch.tensor([0, 1, 1, 9] + [16] * last)
+    whole = {"batch": (found,), "one": (found[:1],), "alike": (torch.full((2, 3), 5),)}
+    apart = {
+        "offsets": (found.flatten(), starts),
+        "none": (found[0, :0], starts[-1:] * 0),
+        "all empty": (found[0, :0], starts * 0),
+    }
+    forms = whole | apart
+    if weights:
+        forms = {k: (*v, *[None] * (2 - len(v)), floats(*v[0].shape)) for k, v in forms.items()}
+    return forms
+
+
 def sequences(*states: int, layers: int = 1, batch_first: bool = False) -> dict[str, Any]:
     def arguments(*batch: int, steps: int = 6) -> tuple[Any, ...]:
         shape = (*batch, steps) if batch_first else (steps, *batch)
@@ -122,6 +138,15 @@ LAYERS: dict[str, Layer] = {
     "conv3d": Layer(lambda: nn.Conv3d(2, 3, 2), images(2, 4, 3, 3)),
     "embedding": Layer(lambda: nn.Embedding(10, 6), ids()),
     "embedding, padding": Layer(lambda: nn.Embedding(10, 6, padding_idx=0), ids()),
+    "bag": Layer(lambda: nn.EmbeddingBag(10, 6), bags()),
+    "bag, sum": Layer(lambda: nn.EmbeddingBag(10, 6, mode="sum"), bags()),
+    "bag, padding": Layer(lambda: nn.EmbeddingBag(10, 6, padding_idx=0), bags()),
+    "bag, last offset": Layer(
+        lambda: nn.EmbeddingBag(10, 6, include_last_offset=True), bags(last=True)
+    ),
+    "bag, weights": Layer(
+        lambda: nn.EmbeddingBag(10, 6, mode="sum", padding_idx=3), bags(weights=True)
+    ),
     "attention": Layer(lambda: nn.MultiheadAttention(8, 2), attended(), 1),
     "attention, more keys": Layer(
         lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True, add_zero_attn=True), attended(), 1
@@ -230,7 +255,7 @@ def test_rows_by_sample_are_the_gradient_of_each(name):
     for sample, gradients in enumerate(found_B):
         alone = copy.deepcopy(module)
         one = {id(t): t.narrow(dim, sample, 1) for t in tensors_of(args)}
-        outcome(alone, tree_map(lambda t, one=one: one[id(t)], args), loss)
+        outcome(alone, tree_map(lambda t, one=one: one.get(id(t), t), args), loss)
         expected = {n: g for n, g in autograds(alone).items() if g.any() or gradients[n].any()}
         for key in {key for slot in tapped.slots for key in slot.params} & {*expected}:
             torch.testing.assert_close(gradients[key], expected[key], **CLOSE)
@@ -304,11 +329,15 @@ def test_a_parameter_that_is_computed_from_others_is_none(name, parameter):
 OBJECTIONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "linear": (lambda: nn.Linear(0, 3), "no inputs"),
     "cell": (lambda: nn.GRUCell(0, 3), "no inputs"),
+    "maxima": (lambda: nn.EmbeddingBag(9, 3, mode="max"), 'mode="max"'),
+    "frequencies of bags": (lambda: nn.EmbeddingBag(9, 3, scale_grad_by_freq=True), "by_freq"),
     "frequencies": (lambda: nn.Embedding(9, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
 }
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "norms": (lambda: nn.Embedding(9, 3, max_norm=1.0), "set max_norm=None"),
     "sparse": (lambda: nn.Embedding(9, 3, sparse=True), "set sparse=False"),
+    "norms of bags": (lambda: nn.EmbeddingBag(9, 3, max_norm=1.0), "set max_norm=None"),
+    "sparse bags": (lambda: nn.EmbeddingBag(9, 3, sparse=True), "set sparse=False"),
 }
 
 

@@ -79,6 +79,7 @@ def kept(net, x):
     return {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.filterwarnings("ignore:.*weights were loaded")  # the same in every step
 @pytest.mark.parametrize(
     ("name", "part"), covering([*METHODS, *OTHERS], list(WITHOUT), quick=16, every=8)
 )

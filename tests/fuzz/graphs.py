@@ -154,6 +154,10 @@ class Drawing:
         of = {"embedding_dim": self._width, "padding_idx": self._one(None, 0)}
         self._put("lookup", of=of | {"scale_grad_by_freq": self._one(False, False, True)})
 
+    def _bag(self) -> None:
+        of = {"embedding_dim": self._width, "padding_idx": self._one(None, 0)}
+        self._put("bag", of=of | {"mode": self._one("mean", "sum", "max")})
+
     def _scale(self) -> None:
         self._put("scale", of={"shape": self._one((self._width,), (1,), ())})
 
@@ -256,7 +260,7 @@ class Drawing:
 
 ANYWHERE = ["activation", "keep"]  # but not on ids
 _WIDTH = ["linear", "linear", "odd_linear", "bilinear", "chain", "chain", "branch", "layer_norm"]
-_WIDTH += ["lookup", "scale", "matrix", "detach"]
+_WIDTH += ["lookup", "bag", "scale", "matrix", "detach"]
 OF_KIND = {
     "vec": [*_WIDTH, "batch_norm", "repeat", "grid"],
     "seq": [*_WIDTH, "pool", "conv1d", "recurrent", "recurrent", "cell", "attention", "attention"],

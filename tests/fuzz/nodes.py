@@ -198,6 +198,7 @@ BUILD: dict[str, Callable[..., Any]] = {
     "attention": lambda net, **of: nn.MultiheadAttention(batch_first=True, **of),
     "embedding": lambda net, **of: nn.Embedding(VOCABULARY, **of),
     "lookup": lambda net, **of: nn.Embedding(VOCABULARY, **of),
+    "bag": lambda net, **of: nn.EmbeddingBag(VOCABULARY, **of),
     "scale": lambda net, shape: nn.Parameter(torch.rand(shape) + 0.5),
     "matrix": lambda net, shape: nn.Parameter(torch.randn(shape) / shape[0] ** 0.5),
     "activation": lambda net, name: ACTIVATIONS[name](),
@@ -251,6 +252,11 @@ def _keep(place: Place, x: Tensor) -> Tensor:
     return x
 
 
+def _bag(place: Place, x: Tensor) -> Tensor:
+    ids = (x > 0).cumsum(-1) % VOCABULARY
+    return x + place.module(ids.view(-1, ids.shape[-1])).view_as(x)
+
+
 def _grid(place: Place, x: Tensor) -> Tensor:
     return x[:, :, None, None].expand(*x.shape, *place.options["size"])
 
@@ -272,6 +278,7 @@ RUN: dict[str, Callable[[Place, Tensor], Tensor]] = {
     "bilinear": lambda place, x: place.module(x, x.tanh()),
     "conv1d": lambda place, x: place.module(x.transpose(1, 2)).transpose(1, 2),
     "lookup": lambda place, x: x + place.module((x > 0).sum(-1) % VOCABULARY),
+    "bag": _bag,
     "scale": lambda place, x: x * place.module,
     "matrix": lambda place, x: x @ place.module,
     "mean": lambda place, x: x.mean(1),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import outergrad as og
 
 STEPS = 6
 
@@ -44,7 +47,10 @@ def run(
     rank: int,
     folder: Path,
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Trains for half of the steps, saves, and goes on in new models with what was saved."""
+    """Trains for half of the steps, saves, and goes on in new models with what was saved.
+
+    A wrapper that has an `end` is told when its training is over.
+    """
     losses: list[float] = []
     file = folder / f"checkpoint-{rank}.pt"
     for first in (0, STEPS // 2):
@@ -63,8 +69,40 @@ def run(
             "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         }
         torch.save(about, file)
+        for model in wrapped:
+            getattr(model, "end", lambda: None)()
         del wrapped, optimizers
     return losses, named(plain)
+
+
+class ThreeLines:
+    """A program without the wrapper: `og.distribute`, the plain model, `session.no_sync()`.
+
+    It has the wrapper's names for these, so that the same programs run, and no other of its own.
+    """
+
+    def __init__(self, module: nn.Module, method: Any, group: Any) -> None:
+        self.module = module
+        self.session = og.distribute(module, method, group=group)
+        self.no_sync, self.end = self.session.no_sync, self.session.detach
+        self._unsynchronised = ExitStack()
+
+    def __call__(self, *args: Any) -> Any:
+        return self.module(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        raise AttributeError("a plain model has no such attribute")
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, shares: bool) -> None:
+        """The program has `with session.no_sync():` around the passes that do not share."""
+        self._unsynchronised.close()
+        if not shares:
+            self._unsynchronised.enter_context(self.no_sync())
 
 
 def named(models: Sequence[nn.Module]) -> dict[str, Tensor]:
@@ -339,6 +377,15 @@ class UNet(nn.Module):
         return self.last(torch.cat([high, self.up(self.low(high))], dim=1))
 
 
+def annotated_unet(model: nn.Module, rank: int, step: int) -> Tensor:
+    """Images of MONAI, with what it knows of them."""
+    from monai.data import MetaTensor
+
+    x = torch.randn(2, 1, 4, 4, 4, generator=drawn(rank, step))
+    image = MetaTensor(x, affine=torch.eye(4), meta={"patient": rank})
+    return F.cross_entropy(model(image), (x[:, 0] > 0).long())
+
+
 def unet(model: nn.Module, rank: int, step: int) -> Tensor:
     x = torch.randn(2, 1, 4, 4, 4, generator=drawn(rank, step))
     return F.cross_entropy(model(x), (x[:, 0] > 0).long())
@@ -393,5 +440,6 @@ SCRIPTS = {
     "GIN": Script(of(GIN), adamw, usual(gin)),
     "DLRM": Script(of(DLRM), sgd, usual(dlrm)),
     "3-D U-Net": Script(of(UNet), sgd, usual(unet)),
+    "3-D U-Net on MetaTensors": Script(of(UNet), sgd, usual(annotated_unet)),
     "Muon": Script(of(small), muon, usual(reconstruction)),
 }

@@ -102,6 +102,12 @@ def embedding() -> SampleCase:
     return SampleCase(model, ids(4))
 
 
+def bags() -> SampleCase:
+    """Means of ids that several samples have, and that one has several times; one is padding."""
+    model = nn.Sequential(nn.EmbeddingBag(20, 6, padding_idx=0), nn.Linear(6, 4))
+    return SampleCase(model, ids(4))
+
+
 def tied() -> SampleCase:
     """An embedding and a head of one table: two products whose sum is the gradient."""
     embed, head = nn.Embedding(20, 6), nn.Linear(6, 20, bias=False)
@@ -193,6 +199,7 @@ CASES: dict[str, Callable[[], SampleCase]] = {
     "positions": positions,
     "conv": conv,
     "embedding": embedding,
+    "bags": bags,
     "tied": tied,
     "tied bias": tied_bias,
     "used twice": used_twice,

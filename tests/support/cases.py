@@ -267,6 +267,22 @@ def tied() -> Case:
     )
 
 
+def bag_of_weights() -> Case:
+    """A bag by offsets, one of them empty, with weights that are trained, too; tied to a head."""
+
+    def forward(self: Branches, ids: Tensor, starts: Tensor) -> Tensor:
+        pooled = self.bag(ids, starts, per_sample_weights=self.weigh(ids).flatten())
+        return self.head(pooled.tanh())
+
+    bag = nn.EmbeddingBag(20, 6, mode="sum", include_last_offset=True, padding_idx=3)
+    layers = {"bag": bag, "weigh": nn.Embedding(20, 1), "head": nn.Linear(6, 20, bias=False)}
+    layers["head"].weight = bag.weight
+    batches = [
+        (torch.randint(0, 20, (count,)), torch.tensor([0, 2, 2, count])) for count in (9, 4, 12, 7)
+    ]
+    return Case(Branches(forward, **layers), batches)
+
+
 def transformer() -> Case:
     """An encoder and a decoder layer of PyTorch."""
     model = nn.Transformer(8, 2, 1, 1, 16, dropout=0.1, batch_first=True)
@@ -397,6 +413,13 @@ def build() -> dict[str, Callable[[], Case]]:
         ),
         "embedding twice": lambda: Case(
             Branches(lambda m, ids: m.e(ids) * m.e(19 - ids), e=nn.Embedding(20, 6)), sequences()
+        ),
+        "bag": lambda: Case(nn.EmbeddingBag(20, 6), sequences(), factors=("weight",)),
+        "bag sum": lambda: Case(nn.EmbeddingBag(20, 6, mode="sum", padding_idx=0), sequences()),
+        "bag max": lambda: Case(nn.EmbeddingBag(20, 6, mode="max"), sequences()),
+        "bag offsets": lambda: bag_of_weights(),
+        "bag by frequency": lambda: Case(
+            nn.EmbeddingBag(20, 6, scale_grad_by_freq=True), sequences()
         ),
         "tied": tied,
     }

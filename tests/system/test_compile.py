@@ -234,6 +234,14 @@ def tied():
     return model
 
 
+def bags():
+    bag = nn.EmbeddingBag(20, 6, mode="sum", padding_idx=0)
+    return Branches(
+        lambda m, ids: m.b(m.a(m.bag(ids)) + m.mean(ids)).tanh(),
+        **two(bag=bag, mean=nn.EmbeddingBag(20, 6)),
+    )
+
+
 def recomputing(m, x):
     return m.c(checkpoint(lambda h: m.b(m.a(h).relu()).exp(), x, use_reentrant=False))
 
@@ -251,6 +259,7 @@ def two(**layers):
 MODELS = {
     "convolutions": lambda: Case(normed(), rows(3, 7, 7)),
     "tied embedding": lambda: Case(tied(), sequences()),
+    "bags": lambda: Case(bags(), sequences()),
     "positions": lambda: Case(mlp(6, 7, 2), rows(3, 6)),
     "in-place": lambda: Case(mlp(6, 7, 5, inplace=True), rows(6)),
     "used twice": lambda: Case(Branches(lambda m, x: m.a(m.a(x).tanh()), **two()), rows(6)),

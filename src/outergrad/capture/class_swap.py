@@ -76,6 +76,65 @@ class CallSwap:
             _take_out(module, self._own, self._plain)
 
 
+class StateSwap:
+    """Gives one module a subclass of its class that reports when its weights are saved or loaded.
+
+    A note goes with the versions of modules that PyTorch keeps beside a state's tensors, which
+    `torch.save` writes, too.
+
+    Args:
+        module: the module, held weakly.
+        saving: returns the note for a state that is made, None for none.
+        loading: called with the note of a state that is about to be loaded, None if it has none.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        saving: Callable[[], int | None],
+        loading: Callable[[int | None], None],
+    ) -> None:
+        self._module, self._plain = ref(module), type(module)
+        body = _state_methods(self._plain, self._module, saving, loading)
+        self._own = module.__class__ = _subclass(self._plain, body)
+
+    def restore(self) -> None:
+        """Gives the module its own class back."""
+        module = self._module()
+        if module is not None:
+            _take_out(module, self._own, self._plain)
+
+
+_NOTE = "outergrad"
+
+
+def _state_methods(
+    plain: type[nn.Module],
+    module: ref[nn.Module],
+    saving: Callable[[], int | None],
+    loading: Callable[[int | None], None],
+) -> Mapping[str, Any]:
+    def _save_to_state_dict(
+        self: nn.Module, destination: Any, prefix: str, keep_vars: bool
+    ) -> None:
+        plain._save_to_state_dict(self, destination, prefix, keep_vars)
+        note = saving() if self is module() else None
+        if note is not None and hasattr(destination, "_metadata"):
+            destination._metadata[prefix[:-1]][_NOTE] = note
+
+    def _load_from_state_dict(
+        self: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *others: Any
+    ) -> None:
+        if self is module():
+            loading(local_metadata.get(_NOTE))
+        plain._load_from_state_dict(self, state_dict, prefix, local_metadata, *others)
+
+    return {
+        "_save_to_state_dict": _save_to_state_dict,
+        "_load_from_state_dict": _load_from_state_dict,
+    }
+
+
 def _take_out(module: nn.Module, own: type[nn.Module], plain: type[nn.Module]) -> None:
     """Removes a subclass, also as a base of classes that `parametrize` has derived from it."""
     if type(module) is own:

@@ -21,7 +21,7 @@ from outergrad.session.attach import distribute as distribute_model
 from outergrad.session.session import Session
 
 try:
-    from accelerate import Accelerator
+    import accelerate
     from accelerate.data_loader import prepare_data_loader
     from accelerate.utils import DistributedType, DynamoBackend
 except ImportError as error:
@@ -31,8 +31,61 @@ except ImportError as error:
 _SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
 
+class Accelerator(accelerate.Accelerator):
+    """Accelerate's class, whose `prepare` distributes models in place of wrapping them in DDP.
+
+    A model stays what it is. `end_training()` ends the sessions. With one process it does what
+    Accelerate does.
+
+    Args:
+        *args: as for Accelerate's class.
+        method: as for `og.distribute`.
+        recorder: as for `og.distribute`.
+        rules: as for `og.distribute`.
+        **settings: as for Accelerate's class.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        method: Method | Policy | LocalSteps | None = None,
+        recorder: Recorders = None,
+        rules: Rules = RULES,
+        **settings: Any,
+    ) -> None:
+        super().__init__(*args, **settings)
+        self._method: Any = method
+        self._about: dict[str, Any] = {"recorder": recorder, "rules": rules}
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """Moves a model to its device, and distributes it unless it is for evaluation."""
+        known = getattr(model, "_is_accelerate_prepared", False)
+        if known or evaluation_mode or self.num_processes == 1:
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        _refuse(self)
+        prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
+        distribute(self, prepared, self._method, **self._about)
+        return prepared
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The sessions of the prepared models, in their order."""
+        return [session for _, session in _link(self).sessions]
+
+    def end_training(self) -> None:
+        """Ends the sessions, on all sites, and what Accelerate ends."""
+        for session in self.sessions:
+            session.detach()
+        super().end_training()
+
+
 def distribute(
-    accelerator: Accelerator,
+    accelerator: accelerate.Accelerator,
     model: nn.Module,
     method: Method | Policy | LocalSteps | None = None,
     *,
@@ -64,7 +117,7 @@ def distribute(
     return session
 
 
-def own_loader(accelerator: Accelerator, loader: DataLoader) -> DataLoader:
+def own_loader(accelerator: accelerate.Accelerator, loader: DataLoader) -> DataLoader:
     """Prepares a loader of this site's own data: it is not divided between the processes.
 
     Args:
@@ -85,11 +138,11 @@ def own_loader(accelerator: Accelerator, loader: DataLoader) -> DataLoader:
         use_stateful_dataloader=config.use_stateful_dataloader,
     )
     prepared._is_accelerate_prepared = True
-    return Accelerator.prepare_data_loader(accelerator, prepared)
+    return accelerate.Accelerator.prepare_data_loader(accelerator, prepared)
 
 
 @contextmanager
-def own_loaders(accelerator: Accelerator) -> Iterator[None]:
+def own_loaders(accelerator: accelerate.Accelerator) -> Iterator[None]:
     """Prepares every loader inside the block as this site's own, as with `own_loader`."""
     accelerator.prepare_data_loader = lambda loader, *_, **__: own_loader(accelerator, loader)
     try:
@@ -98,7 +151,7 @@ def own_loaders(accelerator: Accelerator) -> Iterator[None]:
         del accelerator.prepare_data_loader
 
 
-def _refuse(accelerator: Accelerator) -> None:
+def _refuse(accelerator: accelerate.Accelerator) -> None:
     parallel = accelerator.parallelism_config
     if accelerator.distributed_type in _SHARDED or (parallel and parallel.total_size > 1):
         raise ValueError(
@@ -109,19 +162,23 @@ def _refuse(accelerator: Accelerator) -> None:
         raise ValueError("a compiled model has no layers to tap: leave out torch.compile (dynamo)")
 
 
-def _link(accelerator: Accelerator) -> _Link:
+def _link(accelerator: accelerate.Accelerator) -> _Link:
     """Returns the link of an accelerator, found through its replaced `no_sync`, or a new one."""
     known = getattr(accelerator.no_sync, "__self__", None)
     return known if isinstance(known, _Link) else _Link(accelerator)
 
 
 class _Link:
-    """Connects an accelerator with the sessions of its models."""
+    """Connects an accelerator with the sessions of its models.
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    Attributes:
+        sessions: each model with its session.
+    """
+
+    def __init__(self, accelerator: accelerate.Accelerator) -> None:
         self._accelerator = accelerator
         self._no_sync = accelerator.no_sync
-        self._sessions: list[tuple[nn.Module, Session]] = []
+        self.sessions: list[tuple[nn.Module, Session]] = []
         self._folder = Path()
         accelerator.no_sync = self.no_sync
         accelerator.register_save_state_pre_hook(self._save)
@@ -130,12 +187,12 @@ class _Link:
 
     def add(self, model: nn.Module, session: Session) -> None:
         """Registers a model's session; drops models that Accelerate has dropped."""
-        present = [(m, s) for m, s in self._sessions if m in self._accelerator._models]
-        self._sessions = [*((m, s) for m, s in present if m is not model), (model, session)]
+        present = [(m, s) for m, s in self.sessions if m in self._accelerator._models]
+        self.sessions = [*((m, s) for m, s in present if m is not model), (model, session)]
 
     def no_sync(self, model: nn.Module) -> Any:
         """Replaces `Accelerator.no_sync`, which `accumulate` calls."""
-        mine = [session for known, session in self._sessions if known is model]
+        mine = [session for known, session in self.sessions if known is model]
         return mine[0].no_sync() if mine else self._no_sync(model)
 
     # -- checkpoints ------------------------------------------------------------------------------
@@ -143,7 +200,7 @@ class _Link:
     def _save(self, models: list[nn.Module], weights: list[StateDict], folder: str) -> None:
         """Saves this process's state, before the main process saves the rest."""
         rank, optimizers = self._accelerator.process_index, self._accelerator._optimizers
-        for index, (model, session) in enumerate(self._sessions):
+        for index, (model, session) in enumerate(self.sessions):
             path = site_path(Path(folder), rank, index)
             save_whole(path, site_state(session, model, optimizers))
 
@@ -157,7 +214,7 @@ class _Link:
 
     def load_state_dict(self, state: StateDict) -> None:
         """Resumes the sessions, after Accelerate has loaded everything else."""
-        for index, (model, session) in enumerate(self._sessions):
+        for index, (model, session) in enumerate(self.sessions):
             read = site_reader(self._folder, index)
             resume(read, session, model, self._accelerator._optimizers)
 

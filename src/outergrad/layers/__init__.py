@@ -14,6 +14,7 @@ from outergrad.layers.attention import MultiheadAttentionRule
 from outergrad.layers.cells import CellRule, gru_cell, lstm_cell, rnn_cell
 from outergrad.layers.conv import ConvRule
 from outergrad.layers.embedding import EmbeddingRule
+from outergrad.layers.embedding_bag import EmbeddingBagRule
 from outergrad.layers.linear import LinearRule
 from outergrad.layers.recurrent import RecurrentRule, gru, lstm, rnn
 
@@ -23,6 +24,7 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.Conv2d: ConvRule(),
     nn.Conv3d: ConvRule(),
     nn.Embedding: EmbeddingRule(),
+    nn.EmbeddingBag: EmbeddingBagRule(),
     nn.MultiheadAttention: MultiheadAttentionRule(),
     nn.RNNCell: CellRule(rnn_cell),
     nn.GRUCell: CellRule(gru_cell),

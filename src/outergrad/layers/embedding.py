@@ -29,24 +29,12 @@ class EmbeddingRule:
     traceable: bool = True
 
     def objection(self, module: nn.Embedding) -> str | None:
-        """Returns an objection to scale_grad_by_freq, which would need the ids of all sites.
-
-        Raises:
-            ValueError: for max_norm, which rewrites the table from each site's own batch, and for
-                sparse gradients, which cannot be added to those of other sites in place.
-        """
-        if module.max_norm is not None:
-            raise ValueError(MAX_NORM_REFUSED)
-        if module.sparse:
-            raise ValueError(
-                f"{SPARSE_REFUSED} (og.DAD still sends only the rows that were looked up)"
-            )
-        return "scale_grad_by_freq" if module.scale_grad_by_freq else None
+        """Returns an objection to what `objection_to_lookup` objects to."""
+        return objection_to_lookup(module)
 
     def slots(self, module: nn.Embedding, name: str) -> list[Slot]:
-        """Returns one lookup slot; O is the width of the table, I its number of rows."""
-        inputs, outputs = module.weight.shape
-        return [Slot(name, join(name, "weight"), outputs, inputs, lookup=True)]
+        """Returns one lookup slot."""
+        return [table_slot(module, name)]
 
     def forward(self, module: nn.Embedding, tap: TapFn, input: Tensor) -> Tensor:
         """Computes the module's forward through a tap."""
@@ -54,13 +42,13 @@ class EmbeddingRule:
         if torch.compiler.is_dynamo_compiling():  # ids are counted when the graph runs
             return tap(y, input)
         samples = input.shape[0] if input.dim() else 1
-        return tap(y, input, rows=_distinct(module, input), samples=samples)
+        return tap(y, input, rows=distinct(module, input), samples=samples)
 
     def rows(
         self, module: nn.Embedding, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[int]:
         """Returns the number of distinct ids that have a gradient."""
-        return [_distinct(module, input_of(args, kwargs))]
+        return [distinct(module, input_of(args, kwargs))]
 
     def factors(self, module: nn.Embedding, slot: int, call: Call) -> Factors:
         """Returns distinct ids (R,) and their summed deltas (1, R, O)."""
@@ -88,7 +76,27 @@ def _looked_up(call: Call) -> tuple[Tensor, Tensor]:
     return call.a.flatten(), call.d.reshape(-1, call.d.shape[-1])
 
 
-def _distinct(module: nn.Embedding, ids: Tensor) -> int:
+def objection_to_lookup(module: nn.Embedding | nn.EmbeddingBag) -> str | None:
+    """Returns an objection to scale_grad_by_freq, which divides by counts of the whole batch.
+
+    Raises:
+        ValueError: for max_norm, which rewrites the table from each site's own batch, and for
+            sparse gradients, which cannot be added to those of other sites in place.
+    """
+    if module.max_norm is not None:
+        raise ValueError(MAX_NORM_REFUSED)
+    if module.sparse:
+        raise ValueError(f"{SPARSE_REFUSED} (og.DAD still sends only the rows that were looked up)")
+    return "scale_grad_by_freq" if module.scale_grad_by_freq else None
+
+
+def table_slot(module: nn.Embedding | nn.EmbeddingBag, name: str) -> Slot:
+    """Returns the slot of a table; O is its width, I its number of rows."""
+    inputs, outputs = module.weight.shape
+    return Slot(name, join(name, "weight"), outputs, inputs, lookup=True)
+
+
+def distinct(module: nn.Embedding | nn.EmbeddingBag, ids: Tensor) -> int:
     """Returns the number of rows to be sent, known before the delta: distinct ids, not padding."""
-    distinct = torch.unique(ids)
-    return len(distinct) - int(module.padding_idx is not None and module.padding_idx in distinct)
+    found = torch.unique(ids)
+    return len(found) - int(module.padding_idx is not None and module.padding_idx in found)

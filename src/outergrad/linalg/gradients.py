@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from typing import overload
 
 import torch
@@ -28,27 +29,29 @@ def add_gradients(
     params: Mapping[str, Tensor],
     scale: float,
 ) -> None:
-    """Adds a slot's weight and bias gradients, the sum over parts times scale."""
+    """Adds a slot's weight and bias gradients, the sum over parts times scale, rounded once."""
     weight = params[slot.weight]
     factors = [part for part in parts if isinstance(part, Factors)]
     if len(factors) < len(parts):
         value = _sum_of(parts, slot.numel, scale).to(weight.dtype)
         add_rows(gradients, slot.weight, slot.weight_rows, value, weight)
         return
-    cast, dtype = list[Factors](), weight.dtype
+    dtype = reduce(torch.promote_types, {part.d_GRO.dtype for part in factors}, weight.dtype)
+    cast = list[Factors]()
     for part in factors:
         d_GRO, a_GRI, b_GO = part
         same = d_GRO.dtype == a_GRI.dtype == dtype and (b_GO is None or b_GO.dtype == dtype)
         cast.append(part if same else _cast(part, dtype))
     if slot.lookup:
-        value = lookup_gradient(cast, slot.inputs, scale)
+        value = lookup_gradient(cast, slot.inputs, scale).to(weight.dtype)
         add_rows(gradients, slot.weight, slot.weight_rows, value, weight)
         return
-    value = weight_gradient(stack(cast), scale)
+    value = weight_gradient(stack(cast), scale).to(weight.dtype)
     of_bias = None if slot.bias is None else bias_gradient(cast, scale)
     add_rows(gradients, slot.weight, slot.weight_rows, value, weight)
     if slot.bias is not None and of_bias is not None:
-        add_rows(gradients, slot.bias, slot.bias_rows, of_bias, params[slot.bias])
+        bias = params[slot.bias]
+        add_rows(gradients, slot.bias, slot.bias_rows, of_bias.to(bias.dtype), bias)
 
 
 def as_gradient(arrived: Arrived) -> Gradient:

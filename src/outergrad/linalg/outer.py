@@ -115,6 +115,9 @@ def weight_gradient(factors: Factors, scale: float = 1.0) -> Tensor:
     dtype = d_GRO.dtype
     if d_GRO.shape[0] * d_GRO.shape[2] * a_GRI.shape[2] <= _SMALL:
         d_GRO, a_GRI = d_GRO.double(), a_GRI.double()
+    if dtype.itemsize == 2 and d_GRO.dtype == dtype:  # a scaled factor would be rounded
+        product_GOI = torch.baddbmm(d_GRO.new_empty(()), d_GRO.mT, a_GRI, beta=0, alpha=scale)
+        return product_GOI.flatten(0, 1)
     if scale != 1.0:  # scales the smaller factor, which has fewer elements than the product
         smaller_is_d = d_GRO.shape[2] <= a_GRI.shape[2]
         d_GRO, a_GRI = (d_GRO * scale, a_GRI) if smaller_is_d else (d_GRO, a_GRI * scale)
@@ -145,10 +148,11 @@ def row_sum(d_GRO: Tensor) -> Tensor:
 
 
 def coalesce(ids_N: Tensor, d_NO: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums the rows of equal ids: distinct sorted ids (R,) and their sums (R, O)."""
+    """Sums the rows of equal ids, in at least float32: distinct sorted ids (R,), sums (R, O)."""
     distinct_R, where_N = torch.unique(ids_N, return_inverse=True)
-    sums_RO = d_NO.new_zeros(len(distinct_R), d_NO.shape[1]).index_add_(0, where_N, d_NO)
-    return distinct_R, sums_RO
+    wide_NO = widened(d_NO)
+    sums_RO = wide_NO.new_zeros(len(distinct_R), d_NO.shape[1]).index_add_(0, where_N, wide_NO)
+    return distinct_R, sums_RO.to(d_NO.dtype)
 
 
 def lookup_gradient(parts: Sequence[Factors], vocabulary: int, scale: float = 1.0) -> Tensor:
@@ -159,6 +163,17 @@ def lookup_gradient(parts: Sequence[Factors], vocabulary: int, scale: float = 1.
     """
     first = parts[0].d_GRO
     gradient = first.new_zeros(vocabulary, first.shape[2])
+    if first.dtype.itemsize == 2:
+        return gradient.index_copy_(0, *_wide_sums(parts, scale))
     for part in parts:
         gradient.index_add_(0, part.a_GRI, part.d_GRO[0], alpha=scale)
     return gradient
+
+
+def _wide_sums(parts: Sequence[Factors], scale: float) -> tuple[Tensor, Tensor]:
+    """Returns the ids of all parts, and their sums, which are rounded once."""
+    ids_R, where_N = torch.unique(torch.cat([p.a_GRI for p in parts]), return_inverse=True)
+    sums_RO = widened(parts[0].d_GRO).new_zeros(len(ids_R), parts[0].d_GRO.shape[2])
+    for part, where_K in zip(parts, where_N.split([len(p.a_GRI) for p in parts]), strict=True):
+        sums_RO.index_add_(0, where_K, widened(part.d_GRO[0]), alpha=scale)
+    return ids_R, sums_RO.to(parts[0].d_GRO.dtype)

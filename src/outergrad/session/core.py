@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outergrad.session.exchange import Exchange
+from outergrad.session.loaded_weights import LoadedWeights
 from outergrad.session.membership import Membership
 from outergrad.session.ranks import OneRank
 from outergrad.session.reporting import Reporter
@@ -25,6 +26,7 @@ class Core:
         reporter: tells recorders of steps.
         mishaps: counts and reports steps that do not count.
         tentative: takes back what is remembered of gradients that were thrown away.
+        loaded: warns of weights that were loaded without what is owed.
     """
 
     at: Membership
@@ -34,3 +36,4 @@ class Core:
     reporter: Reporter
     mishaps: Mishaps
     tentative: Tentative
+    loaded: LoadedWeights

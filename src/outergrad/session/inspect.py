@@ -162,7 +162,7 @@ class _Look:
     def layers(self) -> Iterator[FoundLayer]:
         """Yields layers with a rule that nothing else owns; notes why others travel dense."""
         for prefix, module in self._model.named_modules():
-            if id(module) in self._owned:
+            if id(module) in self._owned or self._is_local(module):
                 continue
             rule, why = self._rule(prefix, module)
             if rule is None:
@@ -181,6 +181,11 @@ class _Look:
                 self._note(names, why)
             else:
                 yield FoundLayer(module, rule, slots)
+
+    def _is_local(self, module: nn.Module) -> bool:
+        """True if the module's parameters are all the site's own: nothing of it can be refused."""
+        own = [self._names[id(p)] for p in module.parameters()]
+        return bool(own) and self.local.keys() >= set(own)
 
     def _note(self, names: Sequence[str], why: str) -> None:
         """Records why parameters travel dense; the first reason found is kept."""

@@ -94,7 +94,7 @@ class BackwardLoop:
     ) -> None:
         self._session, self._exchange, self._at = session, core.exchange, core.at
         self._running, self._ranks, self._tentative = core.running, core.ranks, core.tentative
-        self._reporter, self._mishaps = core.reporter, core.mishaps
+        self._reporter, self._mishaps, self._loaded = core.reporter, core.mishaps, core.loaded
         self._failure, self._elastic, self._aftermath = failure, elastic, aftermath
         self._followers = followers
         self._next_share, self._forget_gradients = next_share, forget_gradients
@@ -181,6 +181,7 @@ class BackwardLoop:
         """Looks at the model before its forward."""
         if torch.is_grad_enabled() and current_task() == NO_TASK and self._at.attached:
             self.refuse(self.guard.at_call(watch))
+            self._loaded.check()
 
     def before_applying(self, optimizer: Optimizer) -> None:
         """Looks at the model before an optimizer applies gradients."""

@@ -45,6 +45,7 @@ from outergrad.session.farewell import end_session
 from outergrad.session.final_barrier import FinalBarrier
 from outergrad.session.handover import Handover
 from outergrad.session.inspect import Inspection
+from outergrad.session.loaded_weights import LoadedWeights
 from outergrad.session.loop import BackwardLoop
 from outergrad.session.membership import Membership
 from outergrad.session.ranks import OneRank
@@ -104,7 +105,8 @@ class Session:
         told = (settings, ranks, reporter, mishaps, self._on_joint)
         self._exchange = exchange = Exchange(inspection, at, *told)
         self._tentative = Tentative(model.params, compressors, lambda: at.me)
-        parts = (ranks, reporter, mishaps, self._tentative)
+        self._loaded = LoadedWeights(exchange, at, settings.method)
+        parts = (ranks, reporter, mishaps, self._tentative, self._loaded)
         self._core = core = Core(at, exchange, RunningStep(), *parts)
         self._choosing = choosing_of(compressors, model, comm, fingerprint)
         self._failure = failure = FailureHandler(core)
@@ -150,6 +152,8 @@ class Session:
         """Begins to look for changes of the model."""
         self._ranks.watch(self._loop, model, watch)
         look_at_steps(self._loop)
+        if self._ranks.watches_backwards:
+            self._loaded.watch(model)
         if self._ranks.watches_backwards and self._exchange.several:
             listen_to_backwards(self._loop)
         if self._ranks.watches_backwards and self._exchange.batch is not None:
@@ -441,6 +445,7 @@ class Session:
         if self._choosing is not None:
             self._choosing.restart()
         self._reporter.resumed()
+        self._loaded.resumed()
         self._updates.load(own)
 
     @property
@@ -500,6 +505,7 @@ class Session:
         ignore_backwards(self._loop)
         if exchange.batch is not None:
             exchange.batch.remove()
+        self._loaded.remove()
         self._loop.guard.forget()
         exchange.weighting.remove()
         for layer in [*exchange.next_forward.layers, *exchange.blocks]:

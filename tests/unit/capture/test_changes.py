@@ -351,6 +351,7 @@ def freeze_first(model, name):
         model.norm.requires_grad_(False)
 
 
+@pytest.mark.filterwarnings("ignore:.*weights were loaded")  # by methods that owe something
 @pytest.mark.parametrize(
     ("name", "change"), covering(sorted({*METHODS} - {"powersgd"}), EXACT.keys(), quick=4, every=2)
 )

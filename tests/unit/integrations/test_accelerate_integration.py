@@ -35,20 +35,25 @@ METHODS: dict[str, Any] = {
 class Loop:
     """A model with dropout and batch statistics, and the loop of Accelerate's documentation."""
 
-    def __init__(self, method: Any, seed: int = 0, own: bool = False) -> None:
-        from accelerate import Accelerator
+    def __init__(
+        self, method: Any, seed: int = 0, own: bool = False, imported: bool = False
+    ) -> None:
+        import accelerate
         from accelerate.utils import DataLoaderConfiguration
 
-        from outergrad.integrations.accelerate import distribute, own_loader
+        from outergrad.integrations.accelerate import Accelerator, distribute, own_loader
 
         seeded = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=1)
         options = {"gradient_accumulation_steps": 2, "dataloader_config": seeded}
-        self.accelerator = Accelerator(cpu=True, **options)
+        kind = accelerate.Accelerator
+        if imported:
+            kind, options["method"] = Accelerator, method
+        self.accelerator = kind(cpu=True, **options)
         torch.manual_seed(seed)
         middle = [torch.nn.BatchNorm1d(12), torch.nn.Dropout(0.2)]
         self.model: Any = torch.nn.Sequential(*mlp(6, 12), *middle, *mlp(12, 12, 3))
         self.session = None
-        if method is not None:
+        if method is not None and not imported:
             self.session = distribute(self.accelerator, self.model, method, recorder=Events())
         optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -112,6 +117,20 @@ def everything(folder: Path) -> dict[str, Any]:
         found[f"{name} resumed"] = again.train(first=SAVED).told
         again.session.detach()
     return found | {scene.__name__: scene(folder / scene.__name__) for scene in SCENES}
+
+
+def one_import(folder: Path) -> dict[str, Any]:
+    """By the class whose `prepare` distributes the model; saved, and resumed in another."""
+    whole = Loop(og.RankDAD(rank=2), imported=True).train(folder)
+    again = Loop(og.RankDAD(rank=2), seed=5, imported=True)
+    again.accelerator.load_state(str(folder))
+    resumed = again.train(first=SAVED).told
+    prepared = again.accelerator.prepare(again.model) is again.model
+    kinds = [type(session).__name__ for session in again.accelerator.sessions]
+    for loop in (whole, again):
+        (session,) = loop.accelerator.sessions
+        session.detach()
+    return {"whole": whole.told, "resumed": resumed, "once": prepared and kinds == ["Session"]}
 
 
 def own_data(folder: Path) -> dict[str, Any]:
@@ -180,7 +199,7 @@ def documented(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("outergrad*"))
 
 
-SCENES = [own_data, documented, bytes_while_accumulating, a_second_model, refusals]
+SCENES = [own_data, one_import, documented, bytes_while_accumulating, a_second_model, refusals]
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +239,16 @@ def test_sites_end_with_the_same_shared_weights(sites, name):
             continue  # these are shared with an exchange, and each site's own until the next
         own = name == "local" and parameter.startswith("0.")
         assert torch.equal(second[parameter], t) != own, parameter
+
+
+def test_one_import_is_the_same_training(sites):
+    for found in sites:
+        by_class = found["one_import"]
+        assert by_class["once"]
+        for part, name in (("whole", "rank-dad"), ("resumed", "rank-dad resumed")):
+            assert by_class[part]["losses"] == found[name]["losses"]
+            for parameter, t in found[name]["state"].items():
+                assert torch.equal(by_class[part]["state"][parameter], t), parameter
 
 
 def test_each_site_may_keep_its_own_data(sites):

@@ -45,7 +45,7 @@ ALLOWED = {
         "capture/kept.py:_is_same",
     ],
     "how many ids differ decides the length of a message": [
-        "layers/embedding.py:_distinct",
+        "layers/embedding.py:distinct",
         "linalg/outer.py:coalesce",
     ],
     "how many directions are kept decides the length of a message": [
