@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from outergrad._event_lines import START, Entry, GrowingFile, parsed, read
 from outergrad.core.run_figures import first_again
-from outergrad.events import Change, Layer, Mishap, Run, Step, Trial
+from outergrad.events import (
+    Change,
+    Disclosure,
+    Evaluation,
+    Event,
+    Layer,
+    Mishap,
+    Run,
+    Step,
+    Trial,
+)
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -139,6 +149,8 @@ class Recording:
             `discarded_energy`, the share of the squared Frobenius norm that was not sent.
         scalars: values logged by the training loop, one row per name: site, step, time, name,
             value.
+        evaluations: one row per `session.log_eval`, with figures as tuples by name.
+        disclosures: what other sites could learn, one row per site and change of it.
         mishaps: failed steps, one row per site that reported it.
         trials: trials of `og.Auto()`, one row per site that reported it.
         changes: changes of the participating sites, one row per site that reported it.
@@ -150,6 +162,8 @@ class Recording:
     steps: DataFrame
     layers: DataFrame
     scalars: DataFrame
+    evaluations: DataFrame
+    disclosures: DataFrame
     mishaps: DataFrame
     trials: DataFrame
     changes: DataFrame
@@ -238,7 +252,7 @@ def _tables(by_site: dict[int, tuple[str, list[Entry]]]) -> dict[str, DataFrame]
     events = [event for _, found in by_site.values() for event in found]
     tables = {
         f"{kind.__name__.lower()}s": _table(kind, events)
-        for kind in (Run, Step, Mishap, Trial, Change)
+        for kind in (Run, Step, Evaluation, Disclosure, Mishap, Trial, Change)
     }
     layers = _table(Layer, events)
     layers["discarded_energy"] = layers["relative_error"] ** 2
@@ -247,9 +261,7 @@ def _tables(by_site: dict[int, tuple[str, list[Entry]]]) -> dict[str, DataFrame]
     return {**tables, "layers": layers, "scalars": _scalars(events)}
 
 
-def _table(
-    kind: type[Run | Layer | Step | Mishap | Trial | Change], events: Iterable[Entry]
-) -> DataFrame:
+def _table(kind: type[Event], events: Iterable[Entry]) -> DataFrame:
     from pandas import DataFrame
 
     chosen = [event for event in events if event["event"] == kind.__name__.lower()]
