@@ -313,15 +313,12 @@ class Evaluation:
 
     def __str__(self) -> str:
         """Formats the figures in a line."""
-        told = [f"{name} {_figure(figure)}" for name, figure in self.figures.items()]
-        told += [f"gain in {name} {_figure(figure)}" for name, figure in self.gains.items()]
-        rows = [f"{self.rows:,} rows"] if self.rows else []
-        return ", ".join([*rows, *told])
-
-
-def _figure(figure: tuple[float, ...]) -> str:
-    value, *interval = (f"{number:.3f}" for number in figure)
-    return f"{value} [{', '.join(interval)}]" if interval else value
+        told = [f"{self.rows:,} rows"] if self.rows else []
+        gains = {f"gain in {name}": figure for name, figure in self.gains.items()}
+        for name, figure in {**self.figures, **gains}.items():
+            value, *interval = (f"{number:.3f}" for number in figure)
+            told.append(f"{name} {value}" + (f" [{', '.join(interval)}]" if interval else ""))
+        return ", ".join(told)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -202,11 +202,27 @@ def require(*packages: str, extras: str = "report") -> None:
 
 def load_thinned(run: str | Path, most_steps: int | None) -> Recording:
     """As `load`, with the layers of at most `most_steps` steps; others are not even parsed."""
-    files = [File(path) for path in _files(Path(run))]
+    files = [File(path) for path in files_of(Path(run))]
     chosen: Container[int] | None = None
     if most_steps is not None:
         chosen = set(thin(sorted(set().union(*(f.layer_steps() for f in files))), most_steps))
-    by_site, problems = _by_site(files, chosen)
+    return _recording(str(run), files, chosen)
+
+
+def load_together(paths: Sequence[Path]) -> Recording:
+    """Reads files of the sites of one session, wherever they lie, without layers.
+
+    Args:
+        paths: of the files.
+
+    Raises:
+        UnreadableRunError: nothing in them can be read.
+    """
+    return _recording(", ".join(map(str, paths)), [File(path) for path in paths], ())
+
+
+def _recording(run: str, files: Sequence[File], layers_of: Container[int] | None) -> Recording:
+    by_site, problems = _by_site(files, layers_of)
     if not by_site:
         raise UnreadableRunError(f"{run}: {problems[0] if problems else 'its files are empty'}")
     tables = _tables(by_site)
@@ -216,7 +232,12 @@ def load_thinned(run: str | Path, most_steps: int | None) -> Recording:
     return Recording(**tables, problems=tuple(problems), ended=ended)
 
 
-def _files(run: Path) -> list[Path]:
+def files_of(run: Path) -> list[Path]:
+    """Returns the files of a run's folder, in the order of sites, or the file itself.
+
+    Raises:
+        UnreadableRunError: there is no such folder, or no file of a site in it.
+    """
     if run.is_file():
         return [run]
     try:
