@@ -18,6 +18,7 @@ from outergrad._version import __version__
 from outergrad._whole_files import write_whole
 from outergrad.report.page import asset, whole_page
 from outergrad.report.recording import Recording, files_of, load_together, require
+from outergrad.report.sites import site_names
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -76,19 +77,6 @@ def statement_of(records: Sequence[Path], now: datetime | None = None) -> list[S
         "This statement": [("Made on", _time((now or datetime.now()).timestamp()))],
     }
     return [Section(heading=heading, facts=[*facts]) for heading, facts in parts.items()]
-
-
-def site_names(recording: Recording) -> dict[int, str]:
-    """Returns the name of each site that is known of, by its number; "site 0" where it has none."""
-    runs = recording.runs
-    count = 0 if runs.empty else int(runs["sites"].max())
-    seen = {int(site) for table in (runs, recording.steps) for site in table["site"]}
-    names = {site: f"site {site}" for site in sorted({*range(count), *seen})}
-    for run in runs.itertuples():
-        names |= dict(enumerate(run.took_part or ()))
-    for run in runs.itertuples():
-        names |= {int(run.site): run.name} if run.name else {}
-    return names
 
 
 # -- sections ---------------------------------------------------------------------------------
@@ -213,7 +201,10 @@ def _buffers(recording: Recording) -> str:
     kinds: dict[str, list[str]] = {}
     for name, kind in known[-1].items():
         kinds.setdefault(kind, []).append(name)
-    ways = {"broadcast": "as the first site has them", "mean": "as means over the sites"}
+    ways = {
+        "broadcast": "those of the first site, to all others",
+        "mean": "those of every site, to all others, which take the mean",
+    }
     return "; ".join(
         f"after each step that wrote to them, {ways.get(kind, kind)}: {_shown(found)}"
         for kind, found in kinds.items()
@@ -282,9 +273,11 @@ def write_statement(sections: Sequence[Section], path: Path) -> None:
 
 
 def _html(section: Section) -> str:
+    labels = [label for label, _ in section.facts]
+    repeated = [k > 0 and labels[k - 1] == label for k, label in enumerate(labels)]
     rows = "".join(
-        f"<dt>{escape(label)}</dt><dd{' class=unknown' if told == UNKNOWN else ''}>"
-        f"{escape(told)}</dd>"
-        for label, told in section.facts
+        f"<dt>{'' if again else escape(label)}</dt>"
+        f"<dd{' class=unknown' if told == UNKNOWN else ''}>{escape(told)}</dd>"
+        for again, (label, told) in zip(repeated, section.facts, strict=True)
     )
     return f"<section><h2>{escape(section.heading)}</h2><dl>{rows}</dl></section>"
