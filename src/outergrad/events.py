@@ -323,7 +323,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Disclosure:
-    """What other sites can learn from this site's messages, from a step on.
+    """Report of what other sites can learn from this site's messages, from a step on.
 
     It follows the first recorded step, and every later one that differs from the one before.
 

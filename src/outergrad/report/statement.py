@@ -141,7 +141,7 @@ def _all(runs: DataFrame, column: str) -> str:
 
 
 def _learnt(recording: Recording, names: Mapping[int, str]) -> Iterator[Fact]:
-    """What others learn of each recorded site, as `session.coverage()` has said."""
+    """Yields, of each recorded site, what others learn: the words of `session.coverage()`."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for site in dict.fromkeys(int(site) for site in recording.runs["site"]):
         alike.setdefault(_learnt_of(recording, site), []).append(names[site])

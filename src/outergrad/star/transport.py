@@ -206,7 +206,7 @@ class _Line:
 
     @property
     def way(self) -> str:
-        """How messages travel, in words."""
+        """Description of how messages travel, for people."""
         way = f"a hub at {self._star.hub or self._kit.hub}, over mutual TLS; "
         if self._star.blind:
             return f"{way}sites encrypt for each other (X25519, AES-GCM): the hub cannot read it"
