@@ -104,9 +104,10 @@ _KNOWN = (
 _WHAT = (
     "How well the model does on rows that each site has held out, in its last evaluation "
     "(<code>session.log_eval</code>). Brackets, and lines below the numbers, are intervals at "
-    "95 %. A gain is over what the site reaches by training alone: where its interval leaves out "
-    "0, the mark, training with the others has helped this site. The calibration error is the "
-    "mean distance of predicted probabilities from observed shares."
+    "95 %. A gain is over what the site reaches by training alone: an interval to the right of 0, "
+    "the mark, says that training with the others has helped this site, one to the left that it "
+    "has cost. The calibration error is the mean distance of predicted probabilities from observed "
+    "shares."
 )
 
 

@@ -113,9 +113,14 @@ def _when(recording: Recording, site: int) -> str:
     begun = recording.runs[recording.runs["site"] == site]["time"].min()
     tables = (recording.runs, recording.steps, recording.scalars, recording.evaluations)
     last = max(table[table["site"] == site]["time"].max() for table in tables if len(table))
-    steps = recording.steps[recording.steps["site"] == site]["step"]
+    done = [_last_step(recording.steps, site) + 1, _last_step(recording.scalars, site)]
+    done.append(_last_step(recording.evaluations, site))
     told = f"from {_time(begun)} to {_time(last)}"
-    return f"{told}, {int(steps.max()) + 1:,} steps" if len(steps) else told
+    return f"{told}, {max(done):,} steps by this record" if max(done) else told
+
+
+def _last_step(table: DataFrame, site: int) -> int:
+    return int(table[table["site"] == site]["step"].max()) if site in set(table["site"]) else -1
 
 
 def _time(seconds: float) -> str:

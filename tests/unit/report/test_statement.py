@@ -45,7 +45,7 @@ def test_names_times_methods_and_transport_are_those_of_the_record(tmp_path):
     told = facts(write_hospitals(tmp_path))
     assert [*told["Who took part"]][:3] == [*HOSPITALS]
     who = told["Who took part"]["hospital-b"]
-    assert who.startswith("from 2023-11-14 22:13 UTC to 2023-11-14 22:13 UTC, 191 steps")
+    assert who.startswith("from 2023-11-14 22:13 UTC to 2023-11-14 22:13 UTC, 200 steps")
     assert told["How sites learned together"]["Method"] == "RankDAD(rank=4)"
     assert told["How sites learned together"]["Evaluated by hospital-c"].startswith(
         "4 times, on 44"
@@ -98,7 +98,7 @@ def test_files_of_one_session_may_lie_apart(tmp_path):
         (folder / path.name).rename(path)
     together = facts(*(path.parent for path in apart))
     assert together == facts(*apart)
-    assert all("191 steps" in together["Who took part"][name] for name in HOSPITALS)
+    assert all("200 steps" in together["Who took part"][name] for name in HOSPITALS)
 
 
 @pytest.mark.parametrize("why", [{"hospital-b": "it was revoked"}, None])
