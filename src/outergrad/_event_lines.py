@@ -9,7 +9,19 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from outergrad.events import Change, End, Event, Layer, Mishap, Run, Scalars, Step, Trial
+from outergrad.events import (
+    Change,
+    Disclosure,
+    End,
+    Evaluation,
+    Event,
+    Layer,
+    Mishap,
+    Run,
+    Scalars,
+    Step,
+    Trial,
+)
 
 Entry = dict[str, Any]
 """A parsed line: the fields of an event, and its kind under the key "event"."""
@@ -17,9 +29,8 @@ Check = Callable[[Any], bool]
 
 START = '{"event"'
 _RUN = b'{"event": "run"'
-_KINDS: dict[str, type[Event]] = {
-    kind.__name__.lower(): kind for kind in (Run, Layer, Step, Scalars, Mishap, Trial, Change, End)
-}
+_EVENTS = (Run, Layer, Step, Scalars, Evaluation, Disclosure, Mishap, Trial, Change, End)
+_KINDS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in _EVENTS}
 
 
 def line_of(event: Event) -> dict[str, object]:
@@ -46,7 +57,7 @@ def event_of(entry: object) -> Event:
 def _frozen(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _frozen(inner) for name, inner in value.items()}
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def objection(entry: Mapping[str, Any]) -> str | None:
@@ -90,11 +101,17 @@ _FITS: dict[str, Check] = {
     "float": lambda value: type(value) is float or _is_int(value),
     "float | None": lambda value: type(value) is float or value is None or _is_int(value),
     "str": lambda value: type(value) is str,
+    "str | None": lambda value: type(value) is str or value is None,
     "tuple[int, ...]": _INTS,
     "tuple[str, ...]": _list_of(str),
+    "tuple[tuple[float, ...], ...]": lambda value: (
+        type(value) in (list, tuple) and all(map(_FLOATS, value))
+    ),
     "tuple[float, ...] | None": lambda value: value is None or _FLOATS(value),
     "Mapping[str, float]": _values(_FLOATS),
     "Mapping[str, str] | None": lambda value: value is None or _TEXTS(value),
+    "Mapping[str, tuple[str, ...]]": _values(lambda lists: all(map(_list_of(str), lists))),
+    "Mapping[str, tuple[float, ...]]": _values(lambda lists: all(map(_FLOATS, lists))),
     "Mapping[str, tuple[int, ...]]": _values(lambda lists: all(map(_INTS, lists))),
 }
 _CHECKS = {

@@ -3,7 +3,9 @@
 First comes a `Run`. Every recorded step gives a `Layer` for each layer, then a `Step`. `Scalars`
 follow whenever the training loop logs something, a `Mishap` whenever a step fails or the replicas
 are found to differ, a `Trial` whenever `og.Auto()` has tried something, and a `Change` whenever the
-participating sites change. An `End` comes when the session is detached or its program ends.
+participating sites change. An `Evaluation` comes from `session.log_eval`, a `Disclosure` whenever
+other sites can learn something else from this site. An `End` comes when the session is detached or
+its program ends.
 """
 
 from __future__ import annotations
@@ -28,6 +30,16 @@ class Run:
         outergrad: version of outergrad.
         torch: version of PyTorch.
         machine: hardware that this site computes on.
+        name: name of this site, where the transport knows names; else "".
+        took_part: names of all sites, in the order of their ranks; likewise.
+        transport: how messages travel, and who can read them on their way; "" if not told.
+        transform: what changes gradients before they travel, as text; "" for nothing, None if not
+            known.
+        buffers: how each shared buffer is kept alike, "broadcast" or "mean", by its name; None if
+            not known.
+        model: class of the model; "" if not known.
+        commit: commit that is checked out where the source of that class lies; "" if not known.
+        python: version of Python; "" if not known.
     """
 
     rank: int
@@ -40,6 +52,14 @@ class Run:
     outergrad: str
     torch: str
     machine: str = ""
+    name: str = ""
+    took_part: tuple[str, ...] = ()
+    transport: str = ""
+    transform: str | None = None
+    buffers: Mapping[str, str] | None = None
+    model: str = ""
+    commit: str = ""
+    python: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +265,8 @@ class Change:
         sites: names of the sites that take part from now on.
         lost: names of the sites that do not take part any more.
         back: names of the sites that did not take part before.
+        why: why each lost site is gone, by its name, where that is known: that it was revoked, or
+            was away for too long.
     """
 
     rank: int
@@ -254,6 +276,69 @@ class Change:
     sites: tuple[str, ...]
     lost: tuple[str, ...]
     back: tuple[str, ...]
+    why: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Result of the model on rows that a site has held out, from `session.log_eval`.
+
+    Figures are in tuples: a value, and the bounds of its interval at 95%, (value, low, high); or
+    (value,) where no interval is known. They are "accuracy", "auc", "calibration error" and what
+    else was given under a name. No figure is of a single row.
+
+    Attributes:
+        rank: rank of this site.
+        step: synchronised steps so far.
+        time: seconds since 1970.
+        rows: number of rows; 0 if not told.
+        shares: share of the rows that belong to each class, by its label.
+        figures: figures of the model.
+        alone: likewise, of a model that this site has trained alone, on the same rows.
+        gains: figures of the model minus those alone, with intervals for the same rows.
+        calibration: of rows with similar predicted probabilities, (rows, mean predicted
+            probability, observed share, low, high); of several classes, the probability of the
+            class predicted and the share of right predictions.
+    """
+
+    rank: int
+    step: int
+    time: float
+    rows: int
+    shares: Mapping[str, float]
+    figures: Mapping[str, tuple[float, ...]]
+    alone: Mapping[str, tuple[float, ...]]
+    gains: Mapping[str, tuple[float, ...]]
+    calibration: tuple[tuple[float, ...], ...]
+
+    def __str__(self) -> str:
+        """Formats the figures in a line."""
+        told = [f"{self.rows:,} rows"] if self.rows else []
+        gains = {f"gain in {name}": figure for name, figure in self.gains.items()}
+        for name, figure in {**self.figures, **gains}.items():
+            value, *interval = (f"{number:.3f}" for number in figure)
+            told.append(f"{name} {value}" + (f" [{', '.join(interval)}]" if interval else ""))
+        return ", ".join(told)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disclosure:
+    """Report of what other sites can learn from this site's messages, from a step on.
+
+    It follows the first recorded step, and every later one that differs from the one before.
+
+    Attributes:
+        rank: rank of this site.
+        step: synchronised steps before the first that is known to be so.
+        time: seconds since 1970.
+        learn: for every parameter how it travels and what other sites learn, as in
+            `session.coverage()`.
+    """
+
+    rank: int
+    step: int
+    time: float
+    learn: Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,4 +358,4 @@ class End:
     error: str = ""
 
 
-Event = Run | Layer | Step | Scalars | Mishap | Trial | Change | End
+Event = Run | Layer | Step | Scalars | Evaluation | Disclosure | Mishap | Trial | Change | End

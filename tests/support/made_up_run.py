@@ -1,10 +1,14 @@
 """Runs that no training wrote, for what reads them."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from outergrad.core.run_figures import Watched
-from outergrad.events import Event, Layer, Run, Scalars, Step
+from outergrad.events import Disclosure, Evaluation, Event, Layer, Run, Scalars, Step
+from outergrad.record.evaluation import evaluated
 from outergrad.record.jsonl import JSONL
 
 SHAPES = {
@@ -19,6 +23,9 @@ TRAVELS = {"encoder.0.weight": "low rank", "encoder.2.weight": "factors", "head.
 MACHINE = "Linux x86_64, 2 cores, 1 thread of PyTorch"
 START = 1.7e9
 DENSE_BYTES = 4 * sum(math.prod(shape) for shape in SHAPES.values())
+
+
+HOSPITALS = ("hospital-a", "hospital-b", "hospital-c")
 
 
 def write_run(
@@ -111,3 +118,45 @@ def watched(sites: int = 2, steps: int = 200, silent: dict[int, int] | None = No
         for event in events(rank, sites, count, 10, START):
             run.take(event, heard=START + count / 10)
     return run
+
+
+def write_hospitals(folder: Path, *, method: str = "RankDAD(rank=4)", better: float = 0.0) -> Path:
+    """A run of three sites with names, which evaluate the model on rows of their own."""
+    for rank, name in enumerate(HOSPITALS):
+        recorder = JSONL(folder)
+        for event in events(rank, 3, 200, 10, START):
+            if isinstance(event, Run):
+                event = replace(event, name=name, took_part=HOSPITALS, method=method, **ABOUT)
+            recorder.record(event)
+            if isinstance(event, Step) and event.step == 0:
+                learn = {n: (how, "this site's gradient") for n, how in TRAVELS.items()}
+                recorder.record(Disclosure(rank=rank, step=0, time=START, learn=learn))
+            if isinstance(event, Scalars) and event.step % 50 == 0 and "loss" in event.values:
+                recorder.record(evaluation(rank, event.step, better))
+        recorder.close()
+    return folder
+
+
+ABOUT = {
+    "transport": "a hub at hub.example.org:8443, over mutual TLS; the hub could read what passes",
+    "transform": "",
+    "buffers": {"norm.running_mean": "broadcast", "norm.running_var": "broadcast"},
+    "model": "lungs.Net",
+    "commit": "0123456789abcdef0123456789abcdef01234567",
+    "python": "3.11.7",
+}
+
+
+def evaluation(rank: int, step: int, better: float = 0.0) -> Evaluation:
+    """Figures that grow with the steps, of a site with the fewer rows the higher its rank."""
+    rows = 400 // (rank + 1) ** 2
+    r = np.random.default_rng(100 * rank)
+    y = (r.random(rows) < 0.3 + 0.15 * rank).astype(int)
+    seen = r.normal(size=rows)
+    p, alone = (_probabilities(y, seen, apart) for apart in (1 + step / 100 + better, 1.2))
+    fields = evaluated(y, p, alone, ("healthy", "pneumonia"))
+    return Evaluation(rank=rank, step=step, time=START + step / 10, **fields)
+
+
+def _probabilities(y: np.ndarray, seen: np.ndarray, apart: float) -> np.ndarray:
+    return 1 / (1 + np.exp(-apart * (seen + apart * (y - 0.5))))

@@ -21,6 +21,14 @@ def has_backend(group: dist.ProcessGroup, device: str) -> bool:
     return device == "cpu" or name != "gloo"
 
 
+def name_of(group: dist.ProcessGroup, device: str) -> str:
+    """Returns the name of the backend that moves tensors of this device type; "" if unknown."""
+    try:
+        return group._get_backend(torch.device(device)).name().lower()
+    except (RuntimeError, AttributeError):
+        return ""
+
+
 def is_gloo(group: dist.ProcessGroup) -> bool:
     """True if the group moves host tensors by gloo; other backends may behave otherwise."""
     try:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from outergrad.comm.backends import USUAL_HOST, ends_with, has_backend, is_gloo, store_of
+from outergrad.comm.backends import USUAL_HOST, ends_with, has_backend, is_gloo, name_of, store_of
 from outergrad.comm.board import StoreBoard
 from outergrad.comm.cost import ADDED_BYTES, RingCost
 from outergrad.comm.failure_mailbox import FailureMailbox
@@ -87,6 +87,8 @@ class TorchComm(Comm):
         self._added_bytes: float = ADDED_BYTES if sites > 1 and self._wire.type == "cpu" else 0
         """Largest sum that sites add up themselves: `adds_up`, without a call per sum."""
         self._first_rounds = deque[PiecewiseSum]()
+        backend = name_of(group, self._wire.type) or "a backend that is not known"
+        self.way = f"torch.distributed ({backend}), which encrypts nothing"
         # With NCCL, a wait with a timeout would block the host; it has a watchdog of its own.
         self.pace = Pace(timeout if self._wire.type == "cpu" else None)
         self.patience_s = (timeout or _PATIENCE).total_seconds()

@@ -8,7 +8,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from outergrad.events import Change, End, Event, Layer, Mishap, Run, Scalars, Step, Trial
+from outergrad.events import (
+    Change,
+    Disclosure,
+    End,
+    Evaluation,
+    Event,
+    Layer,
+    Mishap,
+    Run,
+    Scalars,
+    Step,
+    Trial,
+)
 
 STEP = (
     "seconds",
@@ -46,6 +58,9 @@ GROUPS = (
     "spectral_norm",
     "largest_sample_norm",
     "travels",
+    "evaluation",
+    "alone",
+    "gain",
 )
 """Prefixes of tags, before the slash."""
 
@@ -56,14 +71,17 @@ def figures(event: Event) -> dict[str, float]:
     A layer's tags are `<figure>/<layer>`, so that a dashboard shows all layers of one figure
     together; `spectral_norm` is the largest singular value of the mean gradient. A step's tags are
     `step/<figure>`. A failed step is a 1 at `mishap/<what>`, and a trial of `og.Auto()` is
-    `trial/seconds` and `trial/kept_seconds`. Scalars of the training loop keep their own names.
+    `trial/seconds` and `trial/kept_seconds`. An evaluation's tags are `evaluation/<figure>`,
+    `alone/<figure>` and `gain/<figure>`. Scalars of the training loop keep their own names.
     Figures that were not measured, or have no meaning for the way in which a layer was sent, are
     left out.
     """
     if isinstance(event, Scalars):
         return dict(event.values)
-    if isinstance(event, Run | Change | End):
+    if isinstance(event, Run | Change | Disclosure | End):
         return {}
+    if isinstance(event, Evaluation):
+        return _of_evaluation(event)
     if isinstance(event, Mishap):
         return {f"mishap/{event.what}": 1.0}
     if isinstance(event, Trial):
@@ -71,6 +89,11 @@ def figures(event: Event) -> dict[str, float]:
     if isinstance(event, Step):
         return {f"step/{name}": v for name in STEP if (v := getattr(event, name)) is not None}
     return _of_layer(event)
+
+
+def _of_evaluation(event: Evaluation) -> dict[str, float]:
+    told = (("evaluation", event.figures), ("alone", event.alone), ("gain", event.gains))
+    return {f"{group}/{name}": of[0] for group, found in told for name, of in found.items()}
 
 
 def about(run: Run) -> dict[str, str | int]:
@@ -96,9 +119,9 @@ def _of_layer(event: Layer) -> dict[str, float]:
 def first_again(kind: str, step: int) -> int:
     """Returns the first step, as events of this kind count, that a run resumed at `step` repeats.
 
-    Scalars count the steps that are done, other events the steps before theirs.
+    Scalars and evaluations count the steps that are done, other events the steps before theirs.
     """
-    return step + (kind == "scalars")
+    return step + (kind in ("scalars", "evaluation"))
 
 
 RECENT = 1024

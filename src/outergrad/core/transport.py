@@ -180,6 +180,8 @@ class Comm(Protocol):
         """All sites, which know their names, in the order of ranks: for messages to people."""
         return sites_of(self.world_size, tuple(self.names))
 
+    way: str = ""
+    """How messages travel and who can read them on their way, in words; "" if that is not told."""
     epoch: int = 0
     """Number of times that the set of sites has changed."""
     coming: Sequence[int] = ()
@@ -274,6 +276,10 @@ class Comm(Protocol):
 
         No site began that exchange before it had received all earlier messages.
         """
+
+    def why_gone(self, site: int) -> str:
+        """Returns why a site has gone, as far as the transport was told; "" if it was not."""
+        return ""
 
     def took_part(self, session: int, first: int, last: int) -> None:
         """Notes that this site has all messages of some steps; the default does nothing.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from outergrad.core.run_figures import about, figures
-from outergrad.events import Change, End, Event, Layer, Mishap, Run, Trial
+from outergrad.events import Change, Disclosure, End, Event, Layer, Mishap, Run, Trial
 from outergrad.record.recorders import checked
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class TensorBoard:
 
     def record(self, event: Event) -> None:
         """Passes an event's numbers to TensorBoard's writer, whose thread writes the file."""
-        if isinstance(event, End):
+        if isinstance(event, End | Disclosure):
             return
         writer = self._writer_for(event)
         for tag, value in figures(event).items():

@@ -6,7 +6,19 @@ import math
 from typing import Any
 
 from outergrad.core.run_figures import GROUPS, about, figures
-from outergrad.events import Change, End, Event, Layer, Mishap, Run, Scalars, Step, Trial
+from outergrad.events import (
+    Change,
+    Disclosure,
+    End,
+    Evaluation,
+    Event,
+    Layer,
+    Mishap,
+    Run,
+    Scalars,
+    Step,
+    Trial,
+)
 from outergrad.record.recorders import checked
 
 AXIS = "outergrad/step"
@@ -52,7 +64,7 @@ class WandB:
         elif isinstance(event, Layer):
             self._layers[f"travels/{event.layer}"] = event.travels
             self._layers.update(figures(event))
-        elif not isinstance(event, End | Change):
+        elif not isinstance(event, End | Change | Disclosure):
             self._log(event)
 
     def close(self) -> None:
@@ -68,7 +80,7 @@ class WandB:
             self.run.define_metric(AXIS, hidden=True)
         self._define(*(f"{group}/*" for group in GROUPS))
 
-    def _log(self, event: Step | Scalars | Mishap | Trial) -> None:
+    def _log(self, event: Step | Scalars | Evaluation | Mishap | Trial) -> None:
         values = {AXIS: event.step, **figures(event)}
         if isinstance(event, Step):
             values = {**self._layers, **values}

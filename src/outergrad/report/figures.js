@@ -8,6 +8,8 @@ const state = {
   shown: new Set(RUNS.keys()),
   detail: 0,
   axis: "step",
+  apart: null,
+  siteFigure: null,
   layer: {},
   site: "mean",
   at: 1,
@@ -38,13 +40,25 @@ function bytesAxis(curves) {
 function scalar(name) {
   const chosen = shown().filter((i) => name in RUNS[i].scalars);
   const curves = chosen.map((i) => RUNS[i].scalars[name]);
+  if (!chosen.length) return null;
   const x = progress(curves);
+  if (isApart(chosen.length)) return runPanels(chosen, curves, x);
   const data = chosen.flatMap((i, k) => scalarTraces(i, curves[k], x.size));
-  return data.length ? { data, layout: { xaxis: x.axis, yaxis: axis("") }, height: 280 } : null;
+  const ends = endsOf(chosen, (i) => RUNS[i].scalars[name].mean);
+  return { data, layout: { xaxis: x.axis, yaxis: axis("") }, height: 280, ends };
 }
 
+/** Names for the ends of lines of runs; none where there is one line. */
+function endsOf(chosen, ys) {
+  if (chosen.length < 2) return [];
+  return chosen.map((i) => endOf(RUNS[i].name, runColour(i), ys(i)));
+}
+
+const progressOf = (curve, size) =>
+  scaled(curve[state.axis === "time" ? "seconds" : state.axis], size);
+
 function scalarTraces(i, curve, size) {
-  const x = scaled(curve[state.axis === "time" ? "seconds" : state.axis], size);
+  const x = progressOf(curve, size);
   const at = range(x.length).filter((k) => curve.low[k] !== null && curve.high[k] !== null);
   const band = {
     x: [...at.map((k) => x[k]), ...at.map((k) => x[k]).reverse()],
@@ -91,17 +105,18 @@ function bytesTotal() {
       hovertemplate: `${bytes(dense)}<extra>DDP</extra>`,
     });
   const annotations = denses.map((dense) => ({
-    x: last,
+    x: first,
     y: Math.log10(dense),
     text: `DDP ${bytes(dense)}`,
-    xanchor: "right",
+    xanchor: "left",
     yanchor: "bottom",
     showarrow: false,
     font: { color: c.quiet, size: 11 },
   }));
   const all = data.flatMap((line) => present(line.y)).flatMap((v) => [v, v * 1.25]);
   const yaxis = logAxis("Bytes per step", all, bytes);
-  return { data, layout: { xaxis: stepAxis(), yaxis, annotations }, height: 320 };
+  const ends = endsOf(chosen, (i) => RUNS[i].bytes.sent_bytes);
+  return { data, layout: { xaxis: stepAxis(), yaxis, annotations }, height: 320, ends };
 }
 
 /** Of every layer, a dot per run and a stroke for DDP, on one line. */
@@ -206,7 +221,7 @@ function timeRuns() {
     x: chosen.map((i) => RUNS[i].time.mean[key] / unit.size),
     y: range(chosen.length),
     width: 0.62,
-    marker: { color: colours().times[key], line: { width: 0 } },
+    marker: { color: chosen.map((i) => timeColour(key, i)), line: { width: 0 } },
     hovertemplate: `%{x:.3g} ${unit.name}<extra>${label}</extra>`,
   }));
   const yaxis = axis("", {
@@ -235,8 +250,8 @@ function timeSteps() {
     y: scaled(parts[key], unit.size),
     stackgroup: "all",
     mode: step.length > 1 ? "lines" : "markers",
-    line: { width: 0, color: colours().times[key] },
-    fillcolor: colours().times[key],
+    line: { width: 0, color: timeColour(key, state.detail) },
+    fillcolor: timeColour(key, state.detail),
     hovertemplate: `step %{x}: %{y:.3g} ${unit.name}<extra>${label}</extra>`,
   }));
   const yaxis = axis(`Time per step (${unit.name})`, { rangemode: "tozero" });

@@ -72,16 +72,19 @@ function oneLayer(layer, measure) {
     const row = RUNS[i].layers.names.indexOf(layer);
     const grid = RUNS[i].layers[measure];
     return row >= 0 && grid
-      ? [runLine(i, RUNS[i].layers.step, grid[row], "step %{x}: %{y:.4g}")]
+      ? [{ ...runLine(i, RUNS[i].layers.step, grid[row], "step %{x}: %{y:.4g}"), run: RUNS[i].name }]
       : [];
   });
-  return found.length ? { data: found } : null;
+  const ends = found.map(({ line, y }, k) => endOf(found[k].run, line.color, y));
+  return found.length ? { data: found, ends: ends.length > 1 ? ends : [] } : null;
 }
 
 function allLayers(figure, measure) {
   const { names, step, [measure]: grid } = detail().layers;
   return grid && colouredLines(figure, names, () => step, grid, "step %{x}: %{y:.4g}");
 }
+
+const MOST_LABELLED = 8;
 
 /** A line per name, coloured in their order, of which a legend hides some; `xs` is of each. */
 function colouredLines(figure, names, xs, ys, template, mode = "lines") {
@@ -98,7 +101,15 @@ function colouredLines(figure, names, xs, ys, template, mode = "lines") {
       marker: { color: colour(k), size: 4.5 },
       hovertemplate: `${template}<extra>${plain(names[k])}</extra>`,
     }));
-  return kept.length ? { data, legend: kept.map((k) => [names[k], colour(k)]) } : null;
+  if (!kept.length) return null;
+  const drawn = kept.filter((k) => !hidden.has(names[k]));
+  const texts = labels(names, 40);
+  const ends = drawn.map((k) => endOf(texts[k], colour(k), ys[k]));
+  return {
+    data,
+    legend: kept.map((k) => [names[k], colour(k)]),
+    ends: mode === "lines" && drawn.length > 1 && drawn.length <= MOST_LABELLED ? ends : [],
+  };
 }
 
 /** The step of the slider, among those of which the run has spectra. */
@@ -173,7 +184,7 @@ function cosineLines(figure) {
   if (!sites.length) return null;
   const row = names.indexOf(state.layer[figure]);
   const ys = sites.map((site) => (row < 0 ? columnMeans(grids[site]) : grids[site][row]));
-  const entries = sites.map((site) => `site ${site}`);
+  const entries = sites.map(siteName);
   const drawn = colouredLines(figure, entries, () => step, ys, "step %{x}: %{y:.3f}");
   if (!drawn) return null;
   return { ...drawn, layout: { xaxis: stepAxis(), yaxis: axis("Cosine") }, height: 300 };

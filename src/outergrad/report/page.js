@@ -3,6 +3,8 @@
 // The page: which figure stands where, what steers it, and when it is drawn again.
 
 const FIGURES = {
+  "site-lines": { draw: siteLines, controls: siteFigureMenu },
+  calibration: { draw: calibrationPanels, oneRun: true },
   "bytes-total": { draw: bytesTotal },
   "bytes-layers": { draw: bytesLayers },
   "time-runs": { draw: timeRuns },
@@ -44,7 +46,7 @@ function cosineMenu(figure) {
 
 function siteMenu(figure) {
   const sites = Object.keys(detail().layers.cosine_by_site);
-  const options = [["mean", "Mean over sites"], ...sites.map((site) => [site, `site ${site}`])];
+  const options = [["mean", "Mean over sites"], ...sites.map((site) => [site, siteName(site)])];
   return [
     menu("Site", options, state.site, (site) => {
       state.site = site;
@@ -101,7 +103,11 @@ function drawFigure(figure) {
   if (!drawn) return;
   const size = { width: widthOf(plot), height: drawn.height * (isPrinted() ? 0.85 : 1) };
   plot.style.height = `${size.height}px`;
-  Plotly.react(plot, drawn.data, layout({ ...drawn.layout, ...size }), CONFIG);
+  const made = layout({ ...drawn.layout, ...size });
+  const ends = drawn.ends ?? [];
+  if (ends.length) made.margin.r = roomFor(ends);
+  Plotly.react(plot, drawn.data, made, CONFIG);
+  if (ends.length) labelEnds(plot, ends, drawn.layout.annotations);
 }
 
 /** The places of a figure: a plot, what is said instead of one, and a legend. */
@@ -121,20 +127,20 @@ function prune() {
   });
   for (const figure of Object.keys(FIGURES)) {
     if (drawn.some((figures) => figures.has(figure))) continue;
-    place(figure).remove();
+    place(figure)?.remove();
     delete FIGURES[figure];
   }
   const counts = drawn.map((figures) => figures.size);
   state.detail = counts.indexOf(Math.max(...counts));
   for (const section of document.querySelectorAll("main section"))
-    section.hidden = !section.querySelector("figure");
+    section.hidden = !section.querySelector("figure, table");
 }
 
 function renderAll() {
   renderRuns();
   showLegend(
     document.getElementById("times"),
-    TIMES.map(([key, label]) => [label, colours().times[key]]),
+    TIMES.map(([key, label]) => [label, timeColour(key)]),
     new Set(),
   );
   renderAxis();
@@ -152,13 +158,19 @@ function renderAxis() {
     renderAll();
   });
   replaceParts(document.getElementById("axis"), buttons);
+  const apart = isApart(state.shown.size);
+  const ways = choice([[false, "together"], [true, "side by side"]], apart, (chosen) => {
+    state.apart = chosen;
+    renderAll();
+  });
+  replaceParts(document.getElementById("apart"), RUNS.length > 1 ? ways : []);
+  document.getElementById("scalars").classList.toggle("wide", apart);
 }
 
 /** Which runs are shown, and which one in the figures that have room for one. */
 function renderRuns() {
-  document
-    .querySelectorAll(".summary tbody th .swatch")
-    .forEach((mark, i) => (mark.style.background = runColour(i)));
+  for (const row of document.querySelectorAll("[data-run]"))
+    row.style.setProperty("--run", runColour(Number(row.dataset.run)));
   const nav = document.getElementById("runs");
   nav.hidden = RUNS.length < 2;
   const chips = RUNS.map((run, i) =>
@@ -194,8 +206,6 @@ function begin() {
       .getElementById("scalars")
       .append(element("figure", { "data-figure": figure }, element("figcaption", {}, name)));
   });
-  if (RUNS.length > 1)
-    for (const head of document.querySelectorAll(".summary tbody th")) head.prepend(swatch(""));
   prune();
   Object.keys(FIGURES).forEach(furnish);
   renderAll();

@@ -17,6 +17,7 @@ from outergrad._version import __version__
 from outergrad._whole_files import write_whole
 from outergrad.report.recording import Recording, UnreadableRunError, load_thinned, require
 from outergrad.report.series import POINTS, series
+from outergrad.report.sites import site_names, site_section
 from outergrad.report.summary import Summary, columns_of, outliers, summary, trials
 
 
@@ -66,7 +67,15 @@ def asset(name: str, package: str = "outergrad.report") -> str:
     return files(package).joinpath(name).read_text("utf-8")
 
 
-_SCRIPTS = ("theme.js", "parts.js", "figures.js", "layers.js", "page.js")
+_SCRIPTS = (
+    "theme.js",
+    "parts.js",
+    "figures.js",
+    "panels.js",
+    "sites.js",
+    "layers.js",
+    "page.js",
+)
 _SENT, _TIME, _NOISE = "Sent per step", "Time per step", "Noise scale"
 _NOTHING, _TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
 
@@ -166,7 +175,7 @@ def _page(
         f'<table class="figures summary">{_table(summaries)}</table>\n'
         f"{settings(recordings)}{notes}",
         reload_s=reload_s,
-        body=asset("page.html"),
+        body=asset("page.html").replace("<!-- sites -->", site_section(recordings)),
         scripts=(
             f'<script type="application/json" id="data">{data}</script>',
             f"<script>{get_plotlyjs()}</script>",
@@ -202,7 +211,10 @@ def _table(summaries: dict[str, Summary]) -> str:
     heads = ["Run", *next(iter(cells.values()))]
     head = "".join(f"<th scope=col>{escape(text)}</th>" for text in heads)
     bars = _bars(summaries)
-    rows = [_row(name, found.method, cells[name], bars[name]) for name, found in summaries.items()]
+    rows = [
+        _row(run, name, found.method, cells[name], bars[name], several=len(summaries) > 1)
+        for run, (name, found) in enumerate(summaries.items())
+    ]
     return f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
 
 
@@ -249,14 +261,24 @@ def _most_bytes(summaries: dict[str, Summary]) -> float:
     return float(max((found.dense_bytes or 0 for found in summaries.values()), default=0))
 
 
-def _row(name: str, method: str, cells: Mapping[str, str], bars: Mapping[str, str]) -> str:
+def _row(
+    run: int,
+    name: str,
+    method: str,
+    cells: Mapping[str, str],
+    bars: Mapping[str, str],
+    *,
+    several: bool,
+) -> str:
     """Table row; each cell names its column, which narrow screens show beside it."""
     others = [
         f'<td data-head="{escape(h)}">{escape(text)}{bars.get(h, "")}</td>'
         for h, text in cells.items()
     ]
     method = f"<span class=method>{escape(method or 'method not known')}</span>"
-    return f"<tr><th scope=row>{escape(name)}{method}</th>{''.join(others)}</tr>"
+    mark = "<span class=swatch></span>" if several else ""
+    head = f"<th scope=row>{mark}{escape(name)}{method}</th>"
+    return f"<tr data-run={run}>{head}{''.join(others)}</tr>"
 
 
 def _listed(
@@ -314,4 +336,4 @@ def _lines(recording: Recording) -> Iterator[tuple[str, str]]:
     machines = recording.runs.dropna(subset="machine").drop_duplicates("site", keep="last")
     for site, machine in zip(machines["site"], machines["machine"], strict=True):
         if machine:
-            yield f"Site {site}", str(machine)
+            yield site_names(recording)[int(site)], str(machine)

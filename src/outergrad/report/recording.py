@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from outergrad._event_lines import START, Entry, GrowingFile, parsed, read
 from outergrad.core.run_figures import first_again
-from outergrad.events import Change, Layer, Mishap, Run, Step, Trial
+from outergrad.events import (
+    Change,
+    Disclosure,
+    Evaluation,
+    Event,
+    Layer,
+    Mishap,
+    Run,
+    Step,
+    Trial,
+)
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -139,6 +149,8 @@ class Recording:
             `discarded_energy`, the share of the squared Frobenius norm that was not sent.
         scalars: values logged by the training loop, one row per name: site, step, time, name,
             value.
+        evaluations: one row per `session.log_eval`, with figures as tuples by name.
+        disclosures: what other sites could learn, one row per site and change of it.
         mishaps: failed steps, one row per site that reported it.
         trials: trials of `og.Auto()`, one row per site that reported it.
         changes: changes of the participating sites, one row per site that reported it.
@@ -150,6 +162,8 @@ class Recording:
     steps: DataFrame
     layers: DataFrame
     scalars: DataFrame
+    evaluations: DataFrame
+    disclosures: DataFrame
     mishaps: DataFrame
     trials: DataFrame
     changes: DataFrame
@@ -188,11 +202,27 @@ def require(*packages: str, extras: str = "report") -> None:
 
 def load_thinned(run: str | Path, most_steps: int | None) -> Recording:
     """As `load`, with the layers of at most `most_steps` steps; others are not even parsed."""
-    files = [File(path) for path in _files(Path(run))]
+    files = [File(path) for path in files_of(Path(run))]
     chosen: Container[int] | None = None
     if most_steps is not None:
         chosen = set(thin(sorted(set().union(*(f.layer_steps() for f in files))), most_steps))
-    by_site, problems = _by_site(files, chosen)
+    return _recording(str(run), files, chosen)
+
+
+def load_together(paths: Sequence[Path]) -> Recording:
+    """Reads files of the sites of one session, wherever they lie, without layers.
+
+    Args:
+        paths: of the files.
+
+    Raises:
+        UnreadableRunError: nothing in them can be read.
+    """
+    return _recording(", ".join(map(str, paths)), [File(path) for path in paths], ())
+
+
+def _recording(run: str, files: Sequence[File], layers_of: Container[int] | None) -> Recording:
+    by_site, problems = _by_site(files, layers_of)
     if not by_site:
         raise UnreadableRunError(f"{run}: {problems[0] if problems else 'its files are empty'}")
     tables = _tables(by_site)
@@ -202,7 +232,12 @@ def load_thinned(run: str | Path, most_steps: int | None) -> Recording:
     return Recording(**tables, problems=tuple(problems), ended=ended)
 
 
-def _files(run: Path) -> list[Path]:
+def files_of(run: Path) -> list[Path]:
+    """Returns the files of a run's folder, in the order of sites, or the file itself.
+
+    Raises:
+        UnreadableRunError: there is no such folder, or no file of a site in it.
+    """
     if run.is_file():
         return [run]
     try:
@@ -238,7 +273,7 @@ def _tables(by_site: dict[int, tuple[str, list[Entry]]]) -> dict[str, DataFrame]
     events = [event for _, found in by_site.values() for event in found]
     tables = {
         f"{kind.__name__.lower()}s": _table(kind, events)
-        for kind in (Run, Step, Mishap, Trial, Change)
+        for kind in (Run, Step, Evaluation, Disclosure, Mishap, Trial, Change)
     }
     layers = _table(Layer, events)
     layers["discarded_energy"] = layers["relative_error"] ** 2
@@ -247,9 +282,7 @@ def _tables(by_site: dict[int, tuple[str, list[Entry]]]) -> dict[str, DataFrame]
     return {**tables, "layers": layers, "scalars": _scalars(events)}
 
 
-def _table(
-    kind: type[Run | Layer | Step | Mishap | Trial | Change], events: Iterable[Entry]
-) -> DataFrame:
+def _table(kind: type[Event], events: Iterable[Entry]) -> DataFrame:
     from pandas import DataFrame
 
     chosen = [event for event in events if event["event"] == kind.__name__.lower()]

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from outergrad.report.recording import Recording, thin
+from outergrad.report.sites import site_names
 from outergrad.report.summary import TIMES, dense_bytes, time_split
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ _MEASURES = (
 def series(recording: Recording) -> dict[str, Any]:
     """Returns all data that the page shows of one run, in JSON types; not finite becomes None."""
     return {
+        "names": site_names(recording),
+        "evaluations": _evaluations(recording),
         "sites": sorted({int(site) for site in recording.layers["site"].unique()}),
         "dense_bytes": dense_bytes(recording),
         "scalars": _scalars(recording),
@@ -36,6 +39,24 @@ def series(recording: Recording) -> dict[str, Any]:
         "layers": _layers(recording),
         "spectra": _spectra(recording.layers),
     }
+
+
+def _evaluations(recording: Recording) -> dict[str, dict[str, Any]]:
+    """Figures of each site over its evaluations, by its name, and the last calibration."""
+    found, sites = {}, site_names(recording)
+    for site, rows in recording.evaluations.groupby("site"):
+        rows = rows.iloc[thin([*range(len(rows))], POINTS)]
+        names = dict.fromkeys(name for figures in rows["figures"] for name in figures)
+        calibrations = [bins for bins in rows["calibration"] if bins]
+        found[sites[int(site)]] = {
+            "step": [*map(int, rows["step"])],
+            "figures": {
+                name: [_numbers(figures.get(name, ())) for figures in rows["figures"]]
+                for name in names
+            },
+            "calibration": [_numbers(one) for one in (calibrations or [()])[-1]],
+        }
+    return found
 
 
 def _numbers(values: Iterable[float]) -> list[float | None]:

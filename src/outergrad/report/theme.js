@@ -1,6 +1,8 @@
 "use strict";
 
 // Colours, and what all figures have in common. They follow the page: light, dark or printed.
+// A hue is a run, in every figure. Its shades are what a figure has several of within one run:
+// layers, sites, parts of a step. Grey is DDP, or what lies behind.
 
 const darkQuery = matchMedia("(prefers-color-scheme: dark)");
 const printQuery = matchMedia("print");
@@ -13,7 +15,7 @@ const isNarrow = () => !isPrinted() && innerWidth < 740;
 /** How wide a figure is; on paper, where nothing can be measured before, one page or half of it. */
 function widthOf(plot) {
   if (!isPrinted()) return plot.clientWidth;
-  return plot.closest(".grid") ? 332 : 680;
+  return plot.closest(".grid:not(.wide)") ? 332 : 680;
 }
 
 const COLOURS = {
@@ -25,9 +27,6 @@ const COLOURS = {
     raised: "#ffffff",
     dense: "#8b949e",
     runs: ["#2f6db3", "#d07a1f", "#2f8f6b", "#b0447f", "#7a5cc0", "#8a7322", "#1f8fa3", "#c0504d"],
-    depth: ["#1f9e9a", "#2f7fc1", "#5b5bc4", "#9a4fb3", "#cc4f86", "#d9713c"],
-    heat: ["#f4f7fa", "#cfe0ee", "#93bbdc", "#4e8dc0", "#265f96", "#123a63"],
-    times: { compress_s: "#4f7fb5", replay_s: "#9a86c9", wait_s: "#e0a58c", rest_s: "#d5dbe1" },
   },
   dark: {
     text: "#e3e7ec",
@@ -37,9 +36,6 @@ const COLOURS = {
     raised: "#181d24",
     dense: "#828d99",
     runs: ["#6ba6e6", "#f0a354", "#5cc49c", "#e27fb4", "#a98fee", "#ccb45a", "#55bfd1", "#ec837f"],
-    depth: ["#45c9c4", "#5fa9ea", "#8a8cf0", "#c380dd", "#ee7fb0", "#f29d6b"],
-    heat: ["#171d25", "#1c3a56", "#265f8c", "#3f8bbf", "#7dbbe0", "#d9eefb"],
-    times: { compress_s: "#6ba6e6", replay_s: "#a593dc", wait_s: "#b9765c", rest_s: "#3c4652" },
   },
 };
 const DASHES = ["solid", "dash", "dot", "dashdot"];
@@ -48,17 +44,28 @@ const colours = () => COLOURS[isDark() ? "dark" : "light"];
 const runColour = (i) => colours().runs[i % colours().runs.length];
 const runDash = (i) => DASHES[Math.floor(i / colours().runs.length) % DASHES.length];
 
-/** The colour of one of many things in an order, layers or sites: from the first to the last. */
-function depthColour(i, count) {
-  const stops = colours().depth;
-  const at = count > 1 ? (i / (count - 1)) * (stops.length - 1) : 0;
-  return blend(stops[Math.floor(at)], stops[Math.ceil(at)], at % 1);
+/** A shade of a colour: 0 is that of the page, 0.5 the colour, 1 near that of text. */
+function shade(colour, at) {
+  const c = colours();
+  return at < 0.5 ? blend(c.raised, colour, 2 * at) : blend(colour, c.text, 1.5 * (at - 0.5));
 }
+
+/** The shade of one of many things in an order, layers or sites, of the run in detail. */
+function depthColour(i, count) {
+  const at = count > 1 ? i / (count - 1) : 0.4;
+  return shade(runColour(state.detail), 0.34 + 0.62 * at);
+}
+
+const TIME_SHADES = { compress_s: 0.72, replay_s: 0.5, wait_s: 0.29, rest_s: 0.11 };
+
+/** The shade of a part of a step's time; without a run that of the legend. */
+const timeColour = (part, i) =>
+  shade(i === undefined ? colours().dense : runColour(i), TIME_SHADES[part]);
 
 function blend(from, to, share) {
   const part = (colour, k) => parseInt(colour.slice(1 + 2 * k, 3 + 2 * k), 16);
-  const mixed = [0, 1, 2].map((k) => Math.round(part(from, k) * (1 - share) + part(to, k) * share));
-  return `rgb(${mixed.join(", ")})`;
+  const mixed = (k) => Math.round(part(from, k) * (1 - share) + part(to, k) * share);
+  return `#${[0, 1, 2].map((k) => mixed(k).toString(16).padStart(2, "0")).join("")}`;
 }
 
 /** A colour that lets through what is below. */
@@ -67,7 +74,8 @@ function faint(colour, alpha) {
   return `rgba(${part(0)}, ${part(1)}, ${part(2)}, ${alpha})`;
 }
 
-const heatScale = () => colours().heat.map((colour, i, all) => [i / (all.length - 1), colour]);
+const heatScale = () =>
+  [0, 0.2, 0.4, 0.6, 0.8, 1].map((at) => [at, shade(runColour(state.detail), 0.05 + 0.95 * at)]);
 
 /** An axis; `more` has the last word. */
 function axis(title, more = {}) {

@@ -26,6 +26,7 @@ from outergrad.core.types import Link
 from outergrad.layers import RULES
 from outergrad.messages.checksum import combined
 from outergrad.methods.local_steps import LocalSteps
+from outergrad.record.origin import origin_of
 from outergrad.record.recorders import Recorders, recorders_of
 from outergrad.session import drift as _drift
 from outergrad.session.arguments import (
@@ -225,6 +226,7 @@ def distribute(
         verify_every=verify_every,
         on_drift=on_drift,
         transform=transform,
+        origin=origin_of(model) if recorders else {},
     )
     with _all_or_nothing(model, comm):
         session = topology.session(inspection, agreed, settings, method)

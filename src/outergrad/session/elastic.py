@@ -149,7 +149,7 @@ class Elastic:
         at.note_end(counted=False)
         at.group.watch(comm)
         say_farewell(comm, at.number)
-        self._reporter.sites_changed(step, comm)
+        self._reporter.sites_changed(step, before, comm)
 
     # -- on the sites that admit others -----------------------------------------------------------
 

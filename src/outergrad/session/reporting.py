@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,12 +20,26 @@ from outergrad.core.model import Compressors, Model
 from outergrad.core.protocols import Recorder
 from outergrad.core.transport import Comm
 from outergrad.core.types import Slot
-from outergrad.events import Change, End, Event, Layer, Mishap, Run, Scalars, Step, Trial
+from outergrad.events import (
+    Change,
+    Disclosure,
+    End,
+    Evaluation,
+    Event,
+    Layer,
+    Mishap,
+    Run,
+    Scalars,
+    Step,
+    Trial,
+)
+from outergrad.record.coverage import Coverage
 from outergrad.record.gauge import Gauge, Reading
 from outergrad.record.machine import machine
 from outergrad.record.recorders import Client, Ending, warn
 from outergrad.record.stats import Stats
 from outergrad.session.layer_events import LayerEvents, without_samples
+from outergrad.session.settings import Settings
 
 
 class Reporter:
@@ -38,6 +53,8 @@ class Reporter:
         model: what is shared.
         compressors: of the model's units.
         every: per parameter, the number of passes over which its gradient is a mean.
+        about: further fields of `events.Run`.
+        coverage: says what other sites can learn of each parameter.
     """
 
     def __init__(
@@ -49,13 +66,17 @@ class Reporter:
         model: Model,
         compressors: Compressors,
         every: Mapping[str, int],
+        about: Mapping[str, Any],
+        coverage: Callable[[], Coverage],
     ) -> None:
+        self._about, self._coverage = about, coverage
+        self._learn: dict[str, tuple[str, ...]] = {}
         self._clients = [Client(recorder) for recorder in recorders]
         self._rank, self._sites, self._method = rank, sites, method
         self._model, self._layers = model, LayerEvents(rank, model, compressors, every)
         self._told_s, self._steps = 0.0, 0
         self._noise = RecentNoise()
-        self._took_part: tuple[str, ...] = ()
+        self._name, self._took_part = "", ()
         self._ending = Ending(self)
         matrices: defaultdict[str, list[Slot]] = defaultdict(list)
         for matrix in (matrix for unit in model.units for matrix in unit.matrices):
@@ -98,6 +119,7 @@ class Reporter:
                 context.reading.end()
             if self._due(step):
                 self._tell_all(list(self._layers.shared(context, stats)), step, stats)
+                self._disclose(step)
                 self._told_s = time.perf_counter() - began
 
     def report_alone(self, stats: Stats) -> None:
@@ -111,6 +133,15 @@ class Reporter:
                 layers = list(self._layers.alone(step, reading))
                 reading.end()
                 self._tell_all(layers, step, stats)
+                self._disclose(step)
+
+    def _disclose(self, step: int) -> None:
+        """Reports what other sites can learn, if that has changed since it was last reported."""
+        learn = {line.parameter: (line.travels, line.reveals) for line in self._coverage()}
+        if learn != self._learn:
+            self._learn = learn
+            about = {"rank": self._rank, "step": step, "time": time.time()}
+            self._tell_everybody(Disclosure(**about, learn=learn))
 
     @contextmanager
     def _careful(self) -> Iterator[None]:
@@ -131,6 +162,12 @@ class Reporter:
         numbers = {name: _number(name, value) for name, value in values.items()}
         self._tell_everybody(Scalars(rank=self._rank, step=step, time=time.time(), values=numbers))
 
+    def log_eval(self, step: int, fields: Mapping[str, Any]) -> Evaluation:
+        """Reports an evaluation, of which all fields but place and time are given; returns it."""
+        event = Evaluation(rank=self._rank, step=step, time=time.time(), **fields)
+        self._tell_everybody(event)
+        return event
+
     def mishap(self, event: Mishap) -> None:
         """Reports a step that was not applied, or a drift; at once and whatever `every` is."""
         self._tell_everybody(event)
@@ -143,19 +180,21 @@ class Reporter:
     def take_part(self, comm: Comm) -> None:
         """Notes the names of the sites that take part from now on."""
         self._took_part = tuple(comm.names)
+        self._name = comm.names[comm.rank] if comm.names else ""
 
-    def sites_changed(self, step: int, comm: Comm) -> None:
-        """Reports that other sites take part from a step on."""
-        before = self._took_part
+    def sites_changed(self, step: int, before: Comm, comm: Comm) -> None:
+        """Reports that other sites take part from a step on than `before`."""
         self.take_part(comm)
-        lost = tuple(name for name in before if name not in comm.names)
-        back = tuple(name for name in comm.names if name not in before)
-        about = {"epoch": comm.epoch, "sites": self._took_part, "lost": lost, "back": back}
+        lost = {name: rank for rank, name in enumerate(before.names) if name not in comm.names}
+        back = tuple(name for name in comm.names if name not in before.names)
+        why = {name: why for name, rank in lost.items() if (why := before.why_gone(rank))}
+        about = {"epoch": comm.epoch, "sites": self._took_part, "lost": tuple(lost), "back": back}
+        about |= {"why": why or None}
         self._tell_everybody(Change(rank=self._rank, step=step, time=time.time(), **about))
 
     def resumed(self) -> None:
         """Forgets the steps reported so far: a saved state was loaded, and others follow."""
-        self._noise = RecentNoise()
+        self._noise, self._learn = RecentNoise(), {}
         for client in self._clients:
             client.forget()
 
@@ -198,9 +237,13 @@ class Reporter:
             outergrad=__version__,
             torch=torch.__version__,
             machine=machine(next((p.device for p in params.values()), torch.device("cpu"))),
+            name=self._name,
+            took_part=self._took_part,
+            python=platform.python_version(),
+            **self._about,
         )
 
-    def _tell_everybody(self, event: Scalars | Mishap | Trial | Change) -> None:
+    def _tell_everybody(self, event: Event) -> None:
         self._begin(event.step)
         for client in list(self._clients):
             self._tell(client, event)
@@ -237,6 +280,13 @@ class Reporter:
             self._clients.remove(client)
             kind = type(client.recorder).__name__
             warn(f"the recorder {kind} failed and is dropped: {error!r}")
+
+
+def described(settings: Settings, comm: Comm) -> dict[str, Any]:
+    """Returns fields of `events.Run` that follow from the settings of a session."""
+    transform = "" if settings.transform is None else repr(settings.transform)
+    buffers = dict.fromkeys(settings.buffers.names, settings.buffers.kind)
+    return {**settings.origin, "transport": comm.way, "transform": transform, "buffers": buffers}
 
 
 def _number(name: str, value: Any) -> float:

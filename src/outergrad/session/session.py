@@ -32,7 +32,9 @@ from outergrad.core.errors import (
 from outergrad.core.protocols import Method
 from outergrad.core.transport import Comm
 from outergrad.core.types import StateDict
+from outergrad.events import Evaluation
 from outergrad.record.coverage import Coverage, coverage, trials_noted
+from outergrad.record.evaluation import evaluation
 from outergrad.record.stats import Stats
 from outergrad.replay.block_tap import TappedBlock
 from outergrad.session.after_step import Aftermath, HookRunner
@@ -50,7 +52,7 @@ from outergrad.session.loop import BackwardLoop
 from outergrad.session.membership import Membership
 from outergrad.session.ranks import OneRank
 from outergrad.session.replica_check import ReplicaCheck
-from outergrad.session.reporting import Reporter
+from outergrad.session.reporting import Reporter, described
 from outergrad.session.running_step import RunningStep
 from outergrad.session.settings import Settings
 from outergrad.session.state import Progress, resumed, saved
@@ -93,7 +95,9 @@ class Session:
         self._at = at = Membership(comm, fingerprint)
         model, compressors = inspection.model, inspection.compressors
         about = (settings.method, model, compressors, inspection.every)
-        self._reporter = reporter = Reporter(settings.recorders, ranks.number, ranks.count, *about)
+        sites, told = (ranks.number, ranks.count), described(settings, comm)
+        reporter = Reporter(settings.recorders, *sites, *about, told, self.coverage)
+        self._reporter = reporter
         ranks.report(reporter)
         mishaps = Mishaps(
             model.params,
@@ -377,6 +381,45 @@ class Session:
             TypeError: a value is no number.
         """
         self._reporter.log(self._at.stats.step, values)
+
+    def log_eval(
+        self,
+        y: Any = None,
+        p: Any = None,
+        *,
+        alone: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+        classes: Sequence[str] | None = None,
+    ) -> Evaluation:
+        """Evaluates the model on rows that this site has held out, and tells the recorders.
+
+        Call it at the end of an epoch, or of training; `outergrad report` shows the figures of each
+        site. Nothing is sent: it is not a step, and sites need not call it alike. What is recorded
+        are figures of all rows together: their number, the share of each class, accuracy and AUC
+        with intervals at 95%, and how predicted probabilities and observed shares agree.
+
+        Args:
+            y: labels, whole numbers from 0 on, (N,). Any tensor, array or list.
+            p: what the model predicts, one row per label: of two classes (N,), the probability of
+                the class 1, or else (N, C). Scores that are no probabilities, as logits, do as
+                well: those of two classes are above 0 where class 1 is predicted. They have no
+                calibration.
+            alone: like `p`, what a model predicts that this site has trained alone, for the same
+                rows. Then the gain over training alone is recorded as well.
+            metrics: further figures by name, as `MetricCollection.compute()` of torchmetrics
+                returns them. May be given without `y` and `p`.
+            classes: names of the classes; by default their numbers.
+
+        Returns:
+            What was recorded, or would be if there were a recorder; `print` shows it in a line.
+
+        Raises:
+            ValueError: the arguments are not of the same rows and classes, or not finite.
+            TypeError: a metric is no number, or neither predictions nor metrics are given.
+        """
+        return self._reporter.log_eval(
+            self._at.stats.step, evaluation(y, p, alone, metrics, classes)
+        )
 
     def state_dict(self) -> StateDict:
         """Returns the session's state, to be saved beside the model and the optimizer.

@@ -31,6 +31,7 @@ class Settings:
             never.
         on_drift: what to do if replicas differ.
         transform: changes this site's gradient before it travels.
+        origin: class and commit of the model, for recorders; empty without them.
     """
 
     method: str
@@ -43,6 +44,7 @@ class Settings:
     verify_every: int | None = None
     on_drift: OnDrift = "raise"
     transform: GradientTransform | None = None
+    origin: Mapping[str, str] = field(default_factory=dict)
 
 
 def check_settings(

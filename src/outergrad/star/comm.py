@@ -34,6 +34,7 @@ class StarComm(Comm):
         patience_s: timeout of a message, seconds.
         seal: encrypts messages, if the hub must not read them: then every site sums by itself.
         min_sites: least number of sites that go on without others; None if they do not.
+        way: how messages travel, in words.
     """
 
     def __init__(
@@ -44,13 +45,14 @@ class StarComm(Comm):
         patience_s: float,
         seal: Seal | None = None,
         min_sites: int | None = None,
+        way: str = "",
     ) -> None:
         self._line, self._home, self.device, self._seal = line, key, device, seal
         self.key = key
         self.rank, self.world_size = line.rank, len(line.names)
         self.names, self.epoch, self.min_sites = line.names, line.epoch, min_sites
         self.cost = (StarCost if seal is None else BlindStarCost)(self.world_size)
-        self.patience_s = patience_s
+        self.patience_s, self.way = patience_s, way
         self.sent_bytes = self.received_bytes = 0
         if self.world_size > 1 or min_sites is not None:  # else nobody could come back
             self.board = StarBoard(line, patience_s, seal)
@@ -100,6 +102,10 @@ class StarComm(Comm):
     def took_part(self, session: int, first: int, last: int) -> None:
         """Tells the hub of this site's steps, which it logs when all sites have told it."""
         self._line.tell(Kind.PART, f"{session} {first} {last}".encode())
+
+    def why_gone(self, site: int) -> str:
+        """Returns what the hub has said of a site that is gone; "" of others."""
+        return self._line.gone.get(site, "")
 
     def notes(self, session: int) -> StarNotes:
         """Returns the mailbox for this site's farewells."""

@@ -204,6 +204,14 @@ class _Line:
         """Least number of sites that go on without others; None if a lost site ends the run."""
         return self._star.min_sites if self._star.when_lost == "go on" else None
 
+    @property
+    def way(self) -> str:
+        """Description of how messages travel, for people."""
+        way = f"a hub at {self._star.hub or self._kit.hub}, over mutual TLS; "
+        if self._star.blind:
+            return f"{way}sites encrypt for each other (X25519, AES-GCM): the hub cannot read it"
+        return f"{way}the hub could read what passes through it"
+
     def go_on(self, sites: Sequence[int], coming: Sequence[str] = ()) -> _Line:
         """Begins a new line, to these sites and to those that are coming."""
         names = [self._line.names[site] for site in sites]
@@ -233,7 +241,8 @@ class _Line:
             return comm
         if not self._met:
             self._seal, self._met = self._agree(patience_s), True
-        comm = StarComm(self._line, self, device, patience_s, self._seal, self.min_sites)
+        about = (self._seal, self.min_sites, self.way)
+        comm = StarComm(self._line, self, device, patience_s, *about)
         comm.coming = [self._line.names.index(name) for name in self._coming]
         return comm
 

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import outergrad as og
-from outergrad.events import End, Event, Run, Scalars, Step
+from outergrad.events import End, Evaluation, Event, Run, Scalars, Step
 from outergrad.launch.errors import RecipeError
+from outergrad.record.evaluation import evaluation
 from outergrad.record.jsonl import JSONL
 from outergrad.record.machine import machine
 from outergrad.record.recorders import warn
@@ -106,6 +108,13 @@ class Recording:
             self._session.log(**values)
         else:
             self._tell(Scalars(**self._now(), values=values))
+
+    def log_eval(self, y: Tensor, p: Tensor) -> None:
+        """Records an evaluation on rows of this site; arguments as for `Session.log_eval`."""
+        if self._session is not None:
+            self._session.log_eval(y, p)
+        elif self._recorder is not None:
+            self._tell(Evaluation(**self._now(), **evaluation(y, p)))
 
     def close(self) -> None:
         """Ends the recording; a session has recorded its own end."""

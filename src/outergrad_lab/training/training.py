@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Training:
         replica: The model.
         optimizer: Its optimizer.
         recording: Recording of the training.
+        tested: Numbers of this site's rows among the test rows.
         group: The sites.
     """
 
@@ -47,6 +48,7 @@ class Training:
     replica: Replica
     optimizer: Optimizer
     recording: Recording
+    tested: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     group: Group = None
 
     def epoch(self, number: int, start: int = 0) -> Iterator[float]:
@@ -68,9 +70,16 @@ class Training:
             yield value
 
     def accuracy(self) -> float:
-        """Returns the share of test labels predicted right, averaged over sites."""
-        share = accuracy(self.replica.model, self.data)
+        """Returns the share of test labels predicted right, averaged over sites.
+
+        Records the evaluation on the test rows of this site, if a row has one label.
+        """
+        logits = predict(self.replica.model, self.data.x_test)
+        share = share_right(logits, self.data.y_test)
         self.recording.log(accuracy=share)
+        if self.data.y_test.dim() == 1 and len(self.tested):
+            p = logits[self.tested].double().softmax(dim=1)
+            self.recording.log_eval(self.data.y_test[self.tested], p)
         return mean_over_sites(torch.tensor(share), self.group).item()
 
     def close(self) -> None:
@@ -113,6 +122,7 @@ def start(
         replica=replica,
         optimizer=optimizer_of(job.optimizer, model.parameters(), job.lr),
         recording=Recording(recorder, job.method, replica, group),
+        tested=test_rows(job, data)[number_in(group, present)],
         group=group,
     )
 
@@ -126,6 +136,17 @@ def deal(job: Job, data: Dataset) -> Rows:
     rows_by_site = SPLITS[job.split](data, job.sites, job.seed)
     full_batches(rows_by_site, batch_sizes(job.split, rows_by_site, job.batch_size))
     return rows_by_site
+
+
+def test_rows(job: Job, data: Dataset) -> Rows:
+    """Gives each site its test rows, in sizes and mixes of classes as its training rows.
+
+    Who spoke a test row is not known: where each site has its own speakers, and where rows have
+    several labels, test rows are shuffled.
+    """
+    tested = replace(data, x_train=data.x_test, y_train=data.y_test, groups_train=None)
+    split = "even" if job.split == "speaker" or data.y_test.dim() > 1 else job.split
+    return SPLITS[split](tested, job.sites, job.seed)
 
 
 def site_batches(
@@ -152,7 +173,12 @@ def site_batches(
 
 def accuracy(model: nn.Module, data: Dataset) -> float:
     """Returns the share of test labels predicted right, one per row or per position."""
-    right = predict(model, data.x_test).argmax(dim=1) == data.y_test
+    return share_right(predict(model, data.x_test), data.y_test)
+
+
+def share_right(logits: Tensor, y: Tensor) -> float:
+    """Returns the share of labels that have the highest logit."""
+    right = logits.argmax(dim=1) == y
     return right.sum().item() / right.numel()
 
 

@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import MISSING, fields, replace
 
 from made_up_run import events, layer
-from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step, Trial
+from outergrad.events import (
+    Change,
+    Disclosure,
+    End,
+    Evaluation,
+    Event,
+    Layer,
+    Mishap,
+    Run,
+    Scalars,
+    Step,
+    Trial,
+)
 
 BEGUN = events(rank=1, sites=2, steps=1, every=1, start=1.7e9)
 RUN = next(e for e in BEGUN if isinstance(e, Run))
@@ -25,6 +37,30 @@ TRIAL = Trial(
     kept_seconds=0.1,
     outcome="twice as long",
 )
+EVALUATION = Evaluation(
+    rank=1,
+    step=11,
+    time=1.7e9,
+    rows=40,
+    shares={"well": 0.5, "ill": 0.5},
+    figures={"accuracy": (0.75, 0.6, 0.86), "auc": (0.8, 0.7, 0.9), "calibration error": (0.1,)},
+    alone={"accuracy": (0.7, 0.55, 0.82)},
+    gains={"accuracy": (0.05, -0.1, 0.2)},
+    calibration=((40.0, 0.5, 0.5, 0.35, 0.65),),
+)
+DISCLOSURE = Disclosure(
+    rank=1, step=0, time=1.7e9, learn={"head.weight": ("dense", "this site's gradient")}
+)
+CHANGE = Change(
+    rank=1,
+    step=11,
+    time=1.7e9,
+    epoch=1,
+    sites=("hospital-a", "hospital-b"),
+    lost=("hospital-c",),
+    back=(),
+    why={"hospital-c": "it was revoked"},
+)
 END = End(rank=1, step=11, time=1.7e9, error="ValueError")
 
 EVENTS: dict[str, Event] = {
@@ -35,6 +71,9 @@ EVENTS: dict[str, Event] = {
     "step": STEP,
     "first step": FIRST_STEP,
     "scalars": SCALARS,
+    "evaluation": EVALUATION,
+    "disclosure": DISCLOSURE,
+    "change": CHANGE,
     "mishap": MISHAP,
     "trial": TRIAL,
     "end": END,

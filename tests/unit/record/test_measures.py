@@ -313,7 +313,14 @@ def test_a_single_site_hears_of_its_own_gradients():
 
     ((events, expected, stats),) = run_on_lasting_groups(1, body)
     step = ["Layer", "Layer", "Step"]
-    assert [type(event).__name__ for event in events] == ["Run", *step, *step, "Scalars", "End"]
+    assert [type(event).__name__ for event in events] == [
+        "Run",
+        *step,
+        "Disclosure",
+        *step,
+        "Scalars",
+        "End",
+    ]
     last = [event for event in events.layers if event.layer == "weight"][-1]
     assert (last.step, last.sent_bytes, last.cosine) == (1, 0, pytest.approx(1.0))
     assert last.mean_norm == pytest.approx(expected)

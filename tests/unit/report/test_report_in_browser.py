@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from pages import RUNS, page_of
 
-from made_up_run import write_run
+from made_up_run import write_hospitals, write_run
 from outergrad.report import write_page
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -216,3 +217,90 @@ def test_figures_follow_the_width_of_the_window(open_page, two_runs):
         page.wait_for_function(f"() => document.querySelector('.plot').layout.width < {width}")
         page.wait_for_timeout(300)  # the last of a row of resizes counts
         assert width_of(page) == width
+
+
+@pytest.fixture(scope="module")
+def six_runs(tmp_path_factory) -> Path:
+    """A page of six runs, of which two have evaluated the model at three sites."""
+    folder = tmp_path_factory.mktemp("six")
+    runs = [write_run(folder / f"run-{k}", steps=40 + 40 * k) for k in range(4)]
+    runs += [write_hospitals(folder / f"hospitals-{k}", better=0.4 * k) for k in range(2)]
+    write_page(runs, folder / "page.html")
+    return folder / "page.html"
+
+
+TITLES = """name => document.querySelector(`[data-figure="${name}"] .plot`).layout.annotations
+    .map(({text, font}) => [text.replace(/<[^>]*>/g, ''), font.color])"""
+
+
+def test_six_runs_stand_side_by_side_each_with_its_name_and_colour(open_page, six_runs):
+    page = open_page(six_runs)
+    titles = page.evaluate(TITLES, "scalar-0")
+    assert [title.split()[0] for title, _ in titles[:4]] == [f"run-{k}" for k in range(4)]
+    assert len({colour for _, colour in titles}) == 6
+    page.click("#apart button:has-text('together')")
+    labels = page.evaluate(TITLES, "scalar-0")
+    assert dict(labels).keys() == {title.split()[0] for title, _ in titles}
+    assert {colour for _, colour in labels} == {colour for _, colour in titles}
+
+
+BOXES = """() => [...document.querySelectorAll('[data-figure="scalar-0"] .annotation-text')]
+    .map(e => e.getBoundingClientRect()).map(({top, bottom}) => [top, bottom])"""
+
+
+def test_names_at_the_ends_of_lines_do_not_cover_each_other(open_page, six_runs):
+    page = open_page(six_runs)
+    page.click("#apart button:has-text('together')")
+    boxes = sorted(page.evaluate(BOXES))
+    assert len(boxes) == 6
+    assert all(above[0] + 11 <= below[0] for above, below in pairwise(boxes))
+
+
+HUES = """() => {
+  const hue = c => {
+    const [r, g, b] = [1, 3, 5].map(k => parseInt(c.slice(k, k + 2), 16) / 255);
+    const [low, high] = [Math.min(r, g, b), Math.max(r, g, b)];
+    if (high - low < 0.12) return null;
+    const at = high === r ? (g - b) / (high - low)
+      : high === g ? 2 + (b - r) / (high - low) : 4 + (r - g) / (high - low);
+    return (60 * at + 360) % 360;
+  };
+  const runs = new Map(), wrong = [];
+  RUNS.forEach((run, i) => runs.set(run.name, hue(runColour(i))));
+  const near = (a, b) => Math.abs((a - b + 540) % 360 - 180) < 25;
+  for (const plot of document.querySelectorAll('.plot'))
+    for (const t of plot.data ?? []) {
+      const found = [t.line?.color, t.fillcolor, t.marker?.color].flat()
+        .filter(c => typeof c === 'string' && c.startsWith('#')).map(hue).filter(h => h !== null);
+      const name = plot.closest('figure').dataset.figure;
+      const allowed = [...runs.values()];
+      if (!found.every(h => allowed.some(a => near(a, h)))) wrong.push(name);
+      if (FIGURES[name]?.oneRun && !found.every(h => near(h, runs.get(detail().name))))
+        wrong.push(name);
+    }
+  return wrong;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_hue_is_a_run_in_every_figure(open_page, six_runs, scheme):
+    page = open_page(six_runs, color_scheme=scheme)
+    assert page.evaluate(HUES) == []
+    page.select_option("#detail select", label="hospitals-1")
+    assert page.evaluate(HUES) == []
+
+
+def test_sites_have_figures_of_their_own_by_name(open_page, six_runs):
+    page = open_page(six_runs, viewport={"width": 390, "height": 800})
+    for figure in ("site-lines", "calibration"):
+        titles = page.evaluate(TITLES, figure)
+        assert [title.split()[0] for title, _ in titles] == [
+            "hospital-a",
+            "hospital-b",
+            "hospital-c",
+        ]
+    before = data(page, "site-lines")
+    choose(page, "site-lines", "Figure", "accuracy")
+    assert data(page, "site-lines") != before
+    assert page.locator("#sites tbody tr").count() == 6
+    assert width_of(page) == 390

@@ -77,7 +77,7 @@ def test_settings_and_machines_stand_in_a_panel(tmp_path):
     said = dict(re.findall("<dt>([^<]*)</dt><dd>([^<]*)</dd>", panel[: panel.index("</details>")]))
     assert said["Method"] == "RankDAD(rank=4)"
     assert said["Versions"] == "outergrad 0.1.0, torch 2.13.0"
-    assert said["Site 0"] == said["Site 1"] == MACHINE
+    assert said["site 0"] == said["site 1"] == MACHINE
     assert "settings>" not in page_of(tmp_path / "none", "layers alone").read_text("utf-8")
 
 

@@ -191,6 +191,11 @@ def test_who_took_part_stands_in_every_record():
         assert took_part == {k: NAMES[: 3 if k < void else 2] for k in range(BATCHES - 1)}
         (change,) = [e for e in events if isinstance(e, og.events.Change)]
         assert (change.step, change.epoch, change.lost, change.back) == (void, 1, NAMES[2:3], ())
+        assert list(change.why or {}) == [NAMES[2]]
+    for rank, recorder in enumerate(recorders):
+        (begun,) = [e for e in recorder.events if isinstance(e, og.events.Run)]
+        assert (begun.name, begun.took_part) == (NAMES[rank], NAMES[:3])
+        assert "over mutual TLS; the hub could read" in begun.transport
     lines = lines_of_log()[len(before) :]
     (change,) = [line for line in lines if line["what"] == "epoch"]
     assert (change["sites"], change["without"]) == (list(NAMES[:2]), [NAMES[2]])

@@ -21,6 +21,7 @@ from outergrad import __version__
 _GROUP = "outergrad.commands"
 _OWN = {
     "report": "report:report",
+    "statement": "statement:statement",
     "watch": "watch:watch",
     "doctor": "doctor:doctor",
     "plan": "plan:plan",
