@@ -12,9 +12,9 @@ from outergrad._whole_files import write_whole
 from outergrad.launch.console import errors_in_one_line, step_bars
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.links import parse_link, parse_rate
+from outergrad.tools.commands.model_options import Model, Rows
 from outergrad.tools.commands.options import METHOD_HELP
 from outergrad.tools.plan.forecast import Forecast, Question, forecast
-from outergrad.tools.plan.subject import known
 from outergrad.tools.plan.table import (
     about_dense,
     layer_tables,
@@ -26,19 +26,6 @@ WIDTH = 80
 """Columns of output that is not written to a terminal."""
 COMPARED = "dense,dad,edad,og-powersgd:rank=4,rank-dad-1,rank-dad-4,rank-dad:rank=16"
 
-Model = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        "--workload",
-        help=f"One of {', '.join(known())}; or module:factory, a function of your own that "
-        "is given the number of rows and returns (model, inputs).",
-    ),
-]
-Rows = Annotated[
-    int | None,
-    typer.Option(help="Rows of a batch on one site.", show_default="the workload's own"),
-]
 Sites = Annotated[int, typer.Option(help="Number of sites.")]
 LinkRate = Annotated[
     str,

@@ -25,7 +25,7 @@ from outergrad.tools.plan.measure import (
     repeat,
 )
 from outergrad.tools.plan.network import Network, network_of
-from outergrad.tools.plan.subject import Subject, subject, try_step
+from outergrad.tools.plan.subject import Subject, check_subject, subject, try_step
 from outergrad.tools.plan.verdict import (
     HIGHEST_BIT_PER_S,
     Rates,
@@ -66,8 +66,7 @@ class Question:
     buffers: Kind = "broadcast"
 
     def __post_init__(self) -> None:
-        if self.rows is not None and self.rows < 1:
-            raise RecipeError(f"--rows must be 1 or more, not {self.rows}")
+        check_subject(self.model, self.rows)
         if self.sites < 2:
             raise RecipeError(f"--sites must be 2 or more, not {self.sites}")
         if self.link.loopback:
@@ -266,6 +265,7 @@ def forecast(question: Question, progress: Callable[[str], None]) -> Forecast:
 def _layers(planned_for: Subject, cost: CostModel) -> Layers:
     try_step(planned_for)
     try:
-        return Layers(planned_for.model, cost, planned_for.loss)
+        model = planned_for.model
+        return Layers(model, cost, partial(planned_for.loss, model))
     except ValueError as error:
         raise RecipeError(f"--model {planned_for.name}: {error}") from error

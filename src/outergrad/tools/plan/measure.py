@@ -294,7 +294,7 @@ def _pairs(
         tracer.begin()
         optimizer.zero_grad()
         try:
-            subject.loss().backward()
+            subject.loss(subject.model).backward()
         except (RuntimeError, ValueError) as error:
             raise RecipeError(f"{where}{error}") from error
         optimizer.step()

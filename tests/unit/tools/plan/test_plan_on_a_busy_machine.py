@@ -162,7 +162,7 @@ def test_steps_of_a_real_model_by_a_noisy_clock(monkeypatch):
     calm = forecast(question, lambda _: None)
     monkeypatch.setattr(measure, "Tracer", lambda: Tracer(clock=Stalls(3)))
     noisy = forecast(question, lambda _: None)
-    assert measure.busy_share(noisy.methods) > measure.busy_share(calm.methods)
+    assert measure.busy_share(noisy.methods) > 0.1
     for one, other in zip(verdicts(calm.comparison), verdicts(noisy.comparison), strict=True):
         assert agree(one, other)
         assert other.pays == Pays.FASTER
