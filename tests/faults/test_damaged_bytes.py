@@ -196,11 +196,25 @@ def test_a_site_that_tells_each_site_something_else_is_found_out(faulty, what, s
     assert step == (DAMAGED if waits else DAMAGED + 1)
     assert kind is (og.StepDiscardedError if waits else og.DriftError)
     if sites == 2:
-        assert "the sites 0, 1 received different messages or sums in step 3" in words
+        assert "sites 0, 1 received different messages or sums in step 3" in words
     else:
         assert "site 1 received other messages or sums than the others in step 3" in words
     what = "discarded" if waits else "drifted"
     assert mishaps == [(what, step, (0, 1) if sites == 2 else (1,), "")]
+
+
+def test_a_first_round_with_a_flipped_bit_ends_the_training_and_names_the_sender(faulty):
+    """Whether a second round follows is then not known at the site that reads it."""
+    first_round = lambda bucket: factors(bucket) and not second_round(bucket)  # noqa: E731
+    faulty.change = staticmethod(to_site_1(first_round, flipped))
+
+    def body(rank, group):
+        method = og.RankDAD(rank=2, reduce="two_way")
+        with pytest.raises(og.SiteLostError) as caught:
+            trained(method, rank, group, copy.deepcopy(MODEL), timeout=10)
+        return str(caught.value)
+
+    assert "from site 0: the checksum of a message is wrong" in run_ranks(3, body)[1]
 
 
 def test_headers_that_differ_per_receiver_are_found_out(faulty):
@@ -220,7 +234,7 @@ def test_headers_that_differ_per_receiver_are_found_out(faulty):
         own_comm().armed = True
         model(torch.ones(5, 6)).square().mean().backward()
         own_comm().armed = False
-        with pytest.raises(og.DriftError, match="the sites 0, 1 received different"):
+        with pytest.raises(og.DriftError, match="sites 0, 1 received different"):
             model(torch.ones(5, 6)).square().mean().backward()
         session.detach()
 

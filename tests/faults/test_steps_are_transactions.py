@@ -164,7 +164,7 @@ def test_a_damaged_message_is_refused_by_all_sites(faulty, name, sites):
             backward(model, rank, 3)
         assert all(p.grad is None for p in model.parameters())
         own_comm().armed = False
-        two = "the sites 0, 1 received different" if name in SUMS and sites == 2 else None
+        two = "sites 0, 1 received different" if name in SUMS and sites == 2 else None
         assert (two or f"site {sites - 1} re") in str(caught.value)
         backward(model, rank, 4)
         assert_right(model, sites, 4)

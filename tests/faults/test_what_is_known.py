@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from covering import covering
 from outergrad.comm.failure_mailbox import FailureMailbox
 from outergrad.comm.failure_report import FailureReport, LastStep
 from outergrad.commit.lost import Findings, find_out, lost_error
+from outergrad.core.sites import sites_of
 from ranks import run_ranks
 
 SESSION, OTHER, STEP = 11, 12, 4
@@ -40,6 +42,9 @@ class StoreComm:
         words = FailureMailbox(self._store, self.rank, self.world_size, session)
         words.leave(text)
         return words.gather(enough, patience_s, final)
+
+
+HERE = SimpleNamespace(rank=0, sites=sites_of(3, ()), mesh=None)
 
 
 def voted(gone=(), silent=(), **about):
@@ -67,7 +72,7 @@ def found_by_site_0(standing, others, monkeypatch, at_exit=(), at_end=()):
 
 
 def words_of(found):
-    return str(lost_error(0, STEP, "votes", RuntimeError("closed"), found))
+    return str(lost_error(HERE, STEP, "votes", RuntimeError("closed"), found))
 
 
 def test_a_site_that_computes_for_longer_than_the_timeout_may_have_applied_the_step(monkeypatch):
@@ -340,6 +345,6 @@ def test_a_site_that_wakes_a_step_ahead_of_those_that_gave_it_up_is_not_certain(
     left = {n: at(STEP, silent=(0,), timed_out=True).text() for n in (1, 2)}
     ahead = FailureReport(STEP + 1, SESSION, gone=(1, 2), ends={SESSION: LastStep(STEP + 1, True)})
     found = found_by_site_0(ahead, left, monkeypatch)
-    error = lost_error(0, STEP + 1, "votes", RuntimeError("closed"), found)
+    error = lost_error(HERE, STEP + 1, "votes", RuntimeError("closed"), found)
     assert (error.certain, error.may_differ) == (False, (1, 2))
     assert "a step before it that sites 1, 2 gave up" in str(error)

@@ -34,6 +34,7 @@ from outergrad.comm.mirror import MirrorComm
 from outergrad.comm.trace import Tracer
 from outergrad.core.errors import ExchangeError, RefusedError
 from outergrad.core.reasons import AutoWay, Reason, Why
+from outergrad.core.sites import Site, sites_of
 from outergrad.core.types import Link, Part, Route
 from outergrad.linalg.gradients import add_gradients
 from outergrad.messages import header as headers
@@ -95,6 +96,7 @@ class Answers:
     """
 
     rank, world_size, device = 0, 2, torch.device("cpu")
+    sites = sites_of(2, ())
 
     def __init__(self, *answers: Tensor) -> None:
         self._answers = list(answers)
@@ -129,7 +131,7 @@ def header() -> Target:
     expected = Header(*(77, 5, 0, HEADER.used, HEADER.uses), buffers=HEADER.buffers)
 
     def read(t: Tensor) -> None:
-        found = Header.parse(as_words(t), expected, 1)
+        found = Header.parse(as_words(t), expected, Site(1))
         assert 0 <= found.weight < 1 << 53
         assert isinstance(found.join, Join)
         assert all(0 <= use.rows < 1 << 41 for use in found.uses)
@@ -153,7 +155,7 @@ def vote() -> Target:
     expected = Vote(77, 5, 0)
 
     def read(t: Tensor) -> None:
-        found = Vote.parse(as_words(t), expected, 1, subjects=6, sites=3)
+        found = Vote.parse(as_words(t), expected, Site(1), subjects=6, sites=3)
         assert isinstance(found.verdict, Verdict)
         assert NOTHING <= found.param < 6
         assert NOTHING <= found.site < 3
@@ -443,7 +445,7 @@ def states() -> Target:
     seed = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
 
     def read(t: Tensor) -> None:
-        _, shapes = _made_equal._read(t.numpy().tobytes(), 1)
+        _, shapes = _made_equal._read(t.numpy().tobytes(), Site(1))
         assert all(shape.is_meta for shape in shapes)
 
     return Target([seed], read, rounds=12_000, changes=(damage.text, *damage.ANY_LENGTH))

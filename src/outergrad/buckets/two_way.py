@@ -152,7 +152,8 @@ class _TwoWayPending(Pending):
         try:
             preambles, self._state = read_all(messages, self._expected)
         except RefusedError as error:
-            raise ExchangeError(str(error)) from error
+            sender = self._context.comm.sites[error.site]
+            raise ExchangeError(f"from {sender.called}: {error}") from error
         self._digest = combined(preamble.said for preamble in preambles)
         if self._state != State.GOOD:
             return  # all sites know the same state, so none starts a second round

@@ -20,6 +20,7 @@ from outergrad.capture.optimizer_steps import held
 from outergrad.capture.parameters import accumulators
 from outergrad.capture.untappable import in_functional_call
 from outergrad.capture.wrappers import calling_wrapper, exchanged_by, wrapper_inside
+from outergrad.core.sites import Site
 
 _KIND = attrgetter("dtype", "device", "shape")
 _ADDRESS = attrgetter("_cdata")
@@ -61,10 +62,10 @@ class Change:
     follows: str = "and would not be shared"
     remedy: str = _AGAIN
 
-    def error(self, site: int) -> RuntimeError:
+    def error(self, site: Site) -> RuntimeError:
         """Returns the error to raise on a site."""
         return RuntimeError(
-            f"{self.name!r} {self.what} on site {site} {self.follows}: {self.remedy}"
+            f"{self.name!r} {self.what} on {site.called} {self.follows}: {self.remedy}"
         )
 
 

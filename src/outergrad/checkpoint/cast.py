@@ -10,6 +10,7 @@ from typing import Any
 
 from outergrad.checkpoint.folder import Listing, Save
 from outergrad.checkpoint.parts import for_a_new_site
+from outergrad.core.sites import Site, called
 from outergrad.core.types import StateDict
 
 Bad = tuple[int, Save, int]
@@ -92,11 +93,13 @@ class Overview:
     Attributes:
         listings: listing of every site, by rank.
         numbers: number of every site, by rank: each reads its own file if it can.
+        sites: all, for their names.
         bad: files that cannot be read.
     """
 
     listings: Sequence[Listing]
     numbers: Sequence[int]
+    sites: Sequence[Site]
     bad: frozenset[Bad] = frozenset()
 
     @cached_property
@@ -168,14 +171,14 @@ class Overview:
 
     def _why_not(self, save: Save) -> list[str]:
         seen = [(rank, found[save]) for rank, found in enumerate(self.listings) if save in found]
-        lines = [f"site {rank}: {one.problem}" for rank, one in seen if one.problem]
+        lines = [f"{self.sites[rank].called}: {one.problem}" for rank, one in seen if one.problem]
         strangers = self.strangers(save)
         if self.cut_short(save):
             lines.append(f"{save} was never finished: it has {self._files(save)}")
         elif not self.whole(save):
             lines.append(f"{save} has {self._files(save)}")
         if strangers:
-            names = " and ".join(f"site {rank}" for rank in strangers)
+            names = " and ".join(self.sites[rank].called for rank in strangers)
             lines.append(f"{save} is foreign to {names}: only others there")
         return lines
 
@@ -194,6 +197,7 @@ class Restored:
         sites: number of sites now.
         lost: number of the saving sites of which nothing is left.
         new: numbers of the present sites of which it holds nothing.
+        newcomers: these sites in words.
         skipped: newer checkpoints and files that could not be used, and why.
     """
 
@@ -202,6 +206,7 @@ class Restored:
     sites: int
     lost: int = 0
     new: tuple[int, ...] = ()
+    newcomers: str = ""
     skipped: tuple[str, ...] = ()
 
     @property
@@ -217,8 +222,9 @@ class Restored:
         if self.lost:
             lines.append(f"what {self.lost} of them had not sent and kept to themselves is lost")
         if self.new:
-            names = ", ".join(f"site {number}" for number in self.new)
-            lines.append(f"{names}: new, with the others' model and nothing that is a site's own")
+            lines.append(
+                f"{self.newcomers}: new, with the others' model and nothing that is a site's own"
+            )
         return "; ".join(lines)
 
 
@@ -234,11 +240,13 @@ class Cast:
         selection: the checkpoint, and the reader of each file.
         rank_then: rank at the time of saving, by the number of each site whose file is there.
         numbers: numbers of the present sites, by rank.
+        sites: the present sites, for their names.
     """
 
     selection: Selection
     rank_then: Mapping[int, int]
     numbers: Sequence[int]
+    sites: Sequence[Site]
 
     @property
     def same(self) -> bool:
@@ -259,6 +267,7 @@ class Cast:
             sites=len(self.numbers),
             lost=self.selection.lost,
             new=self.new,
+            newcomers=called([s for s in self.sites if self.numbers[s] in self.new]),
             skipped=tuple(skipped),
         )
 

@@ -57,10 +57,10 @@ def first_of_folder(
         error = error or raised
     try:
         agree(comm, lines, error, "name the same parts for every site")
-        marks = claims.understood(gathered(comm, mark.name), claims.mark, "its folder")
+        marks = claims.understood(gathered(comm, mark.name), claims.mark, "its folder", comm.sites)
         seen = [rank for rank, name in enumerate(marks) if os.path.exists(folder / name)]
         firsts = gathered(comm, min([*seen, comm.rank]))
-        return claims.understood(firsts, claims.number, "its folder")
+        return claims.understood(firsts, claims.number, "its folder", comm.sites)
     finally:
         with contextlib.suppress(OSError):
             mark.unlink()

@@ -12,11 +12,14 @@ from typing import Any, TypeVar
 
 from outergrad.checkpoint.cast import Selection
 from outergrad.checkpoint.folder import Listing, Save, Seen
+from outergrad.core.sites import Site
 
 T = TypeVar("T")
 
 
-def understood(told: Sequence[Any], form: Callable[[int, Any], T], what: str) -> list[T]:
+def understood(
+    told: Sequence[Any], form: Callable[[int, Any], T], what: str, sites: Sequence[Site]
+) -> list[T]:
     """Returns the parsed messages of all sites.
 
     All sites have received the same messages, so that all raise the same error.
@@ -25,6 +28,7 @@ def understood(told: Sequence[Any], form: Callable[[int, Any], T], what: str) ->
         told: messages, by rank.
         form: parses a message, given its rank; raises if the message is malformed.
         what: subject of the messages, for the error.
+        sites: all, for their names.
 
     Raises:
         ValueError: a message is malformed; names the site that sent it.
@@ -35,9 +39,9 @@ def understood(told: Sequence[Any], form: Callable[[int, Any], T], what: str) ->
             found.append(form(rank, one))
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(
-                f"Checkpoints: what site {rank} says of {what} cannot be: {error}. No file was "
-                f"touched for it. Start it with the same version of outergrad as the others; if "
-                f"it has that, do not trust it"
+                f"Checkpoints: what {sites[rank].called} says of {what} cannot be: {error}. No "
+                f"file was touched for it. Start it with the same version of outergrad as the "
+                f"others; if it has that, do not trust it"
             ) from error
     return found
 
@@ -92,7 +96,7 @@ def outcome_of(
         failed = {int(n): _line(reason) for n, reason in told["failed"].items()}
         ranks = {int(n): number(rank, then) for n, then in told["ranks"].items()}
         if {*failed, *ranks} != {*asked}:
-            raise ValueError(f"it was to read the files of sites {sorted(asked)}")
+            raise ValueError(f"it was to read the files of numbers {sorted(asked)}")
         if any(then >= sites for then in ranks.values()):
             raise ValueError(f"{sorted(ranks.values())} are no ranks of {sites} sites")
         return failed, ranks

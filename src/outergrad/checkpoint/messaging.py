@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from outergrad._whole_files import load_plain
+from outergrad.core.sites import Site
 from outergrad.core.transport import Comm
 from outergrad.messages.raw import as_tensor
 
@@ -28,7 +29,7 @@ def gathered(comm: Comm, value: Any) -> list[Any]:
     message = _message(json.dumps(value).encode())
     lengths = comm.all_gather(torch.tensor([len(message)]), [1] * comm.world_size).wait()
     parts = comm.all_gather(message, [int(length) for length in lengths]).wait()
-    return [_value(rank, part) for rank, part in enumerate(parts)]
+    return [_value(site, part) for site, part in zip(comm.sites, parts, strict=True)]
 
 
 def swapped(comm: Comm, letters: Sequence[bytes]) -> list[bytes]:
@@ -62,11 +63,11 @@ def unpacked(content: bytes) -> Any:
     return load_plain(io.BytesIO(content))
 
 
-def _value(rank: int, part: Tensor) -> Any:
+def _value(site: Site, part: Tensor) -> Any:
     try:
         return json.loads(_content(part))
     except ValueError as error:
-        raise ValueError(f"Checkpoints: site {rank} sent what is no JSON: {error}") from error
+        raise ValueError(f"Checkpoints: {site.called} sent what is no JSON: {error}") from error
 
 
 def _message(content: bytes) -> Tensor:

@@ -57,7 +57,7 @@ def found_by_all(
         UnusableError: on all sites: there are checkpoints, and none can be used.
         ValueError: another site cannot look into its folder, or sent a malformed message.
     """
-    overview = Overview(_listings(comm, folder, allowed), numbers)
+    overview = Overview(_listings(comm, folder, allowed), numbers, comm.sites)
     skipped: list[str] = []
     read, ranks = Read(), dict[int, int]()
     while selection := overview.choose(allowed):
@@ -70,7 +70,11 @@ def found_by_all(
     if selection is None:
         overview.require_nothing(folder, skipped)
         return None, skipped, overview
-    return _received(comm, Cast(selection, ranks, numbers), read, skipped), skipped, overview
+    return (
+        _received(comm, Cast(selection, ranks, numbers, comm.sites), read, skipped),
+        skipped,
+        overview,
+    )
 
 
 def _listings(comm: Comm, folder: Path, allowed: Allowed) -> list[Listing]:
@@ -83,7 +87,7 @@ def _listings(comm: Comm, folder: Path, allowed: Allowed) -> list[Listing]:
     same = "call restore with the same arguments on every site"
     agree(comm, [f"allowed: {allowed}"], error, same)
     told = gathered(comm, claims.listed(mine))
-    return [*claims.understood(told, claims.listing, "its checkpoints")]
+    return [*claims.understood(told, claims.listing, "its checkpoints", comm.sites)]
 
 
 def _read_by_all(
@@ -95,10 +99,12 @@ def _read_by_all(
         try:
             read[number] = read_site(folder, save, number)
         except DamagedError as error:
-            failed[number] = f"site {comm.rank}: {error}"
+            failed[number] = f"{comm.sites[comm.rank].called}: {error}"
     mine = {"failed": failed, "ranks": {number: state["rank"] for number, state in read.items()}}
     told = gathered(comm, mine)
-    outcomes = claims.understood(told, claims.outcome_of(selection), "the files that it read")
+    outcomes = claims.understood(
+        told, claims.outcome_of(selection), "the files that it read", comm.sites
+    )
     ranks = {number: then for _, found in outcomes for number, then in found.items()}
     if len({*ranks.values()}) < len(ranks):
         raise ValueError(f"Checkpoints: two files of {save} are of the same site")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from operator import index
 from pathlib import Path
 
@@ -71,8 +72,9 @@ class Writer:
         mine = digests(state) if self._shares else {}
         told = gathered(self._comm, [secrets.token_hex(3), list(mine)])
         sites = self._comm.world_size
-        named = claims.understood(told, lambda _, one: Save(step, sites, one[0]), "a checkpoint")
-        known = claims.understood(told, lambda r, one: {*claims.numbers(r, one[1])}, "its tensors")
+        understood = partial(claims.understood, told, sites=self._comm.sites)
+        named = understood(lambda _, one: Save(step, sites, one[0]), "a checkpoint")
+        known = understood(lambda r, one: {*claims.numbers(r, one[1])}, "its tensors")
         here = [known[rank] for rank in self._here]
         return named[0], {mine[d] for d in set.intersection(*here)} if here[1:] else set()
 

@@ -97,7 +97,7 @@ def agree(
     lines: Sequence[str],
     error: Exception | None = None,
     remedy: str = _SAME,
-    who: str = "site",
+    who: str = "",
 ) -> int:
     """Compares a description over the sites, line by line.
 
@@ -106,7 +106,7 @@ def agree(
         lines: this site's description, of the form "what: value".
         error: the exception that kept this site from describing itself, if any.
         remedy: advice to the user in the error of two sites that differ.
-        who: name of a rank of the transport in errors.
+        who: name of a rank of the transport in errors, before its number; empty for sites.
 
     Returns:
         The common fingerprint.
@@ -122,14 +122,17 @@ def agree(
     theirs = [t.tolist() for t in comm.all_gather(words, [2] * comm.world_size).wait()]
     if error is None and all(t == theirs[0] for t in theirs):
         return print_
-    texts = _exchange_texts(comm, mine, theirs, who)
+    named = [f"{who} {int(one)}" if who else one.called for one in comm.sites]
+    texts = _exchange_texts(comm, mine, theirs, named)
     if error is not None:
         raise error
-    raise ValueError(_first_refusal(texts, theirs, who) or _first_difference(texts, remedy, who))
+    raise ValueError(
+        _first_refusal(texts, theirs, named) or _first_difference(texts, remedy, named)
+    )
 
 
 def _exchange_texts(
-    comm: Comm, mine: Sequence[str], announced: Sequence[Sequence[int]], who: str
+    comm: Comm, mine: Sequence[str], announced: Sequence[Sequence[int]], named: Sequence[str]
 ) -> list[list[str]]:
     """Gathers the descriptions, and checks each against its announced fingerprint and size.
 
@@ -139,10 +142,10 @@ def _exchange_texts(
     sizes = [abs(size) for _, size in announced]
     for rank, size in enumerate(sizes):
         if not 0 < size <= max(_MOST_TEXT, 4 * len(text)):
-            raise ExchangeError(f"{who} {rank} announced a description of {size} bytes")
+            raise ExchangeError(f"{named[rank]} announced a description of {size} bytes")
     parts = comm.all_gather(as_tensor(text), sizes).wait()
-    pairs = enumerate(zip(parts, announced, strict=True))
-    return [_lines(part, print_, f"{who} {rank}") for rank, (part, (print_, _)) in pairs]
+    told = zip(parts, announced, named, strict=True)
+    return [_lines(part, print_, name) for part, (print_, _), name in told]
 
 
 def _lines(part: Tensor, print_: int, whose: str) -> list[str]:
@@ -153,16 +156,16 @@ def _lines(part: Tensor, print_: int, whose: str) -> list[str]:
 
 
 def _first_refusal(
-    texts: Sequence[Sequence[str]], announced: Sequence[Sequence[int]], who: str
+    texts: Sequence[Sequence[str]], announced: Sequence[Sequence[int]], named: Sequence[str]
 ) -> str | None:
     """Returns the error of the first site that could not describe itself, if any."""
-    for rank, (text, (_, size)) in enumerate(zip(texts, announced, strict=True)):
+    for name, text, (_, size) in zip(named, texts, announced, strict=True):
         if size < 0:
-            return f"{who} {rank} could not take part: {printable(text[0])}"
+            return f"{name} could not take part: {printable(text[0])}"
     return None
 
 
-def _first_difference(texts: Sequence[Sequence[str]], remedy: str, who: str) -> str:
+def _first_difference(texts: Sequence[Sequence[str]], remedy: str, named: Sequence[str]) -> str:
     """Names the first line in which a site departs from the most common description."""
     usual = Counter(tuple(text) for text in texts).most_common(1)[0][0]
     normal = next(rank for rank, text in enumerate(texts) if tuple(text) == usual)
@@ -170,13 +173,13 @@ def _first_difference(texts: Sequence[Sequence[str]], remedy: str, who: str) -> 
     for expected, found in zip_longest(usual, texts[odd], fillvalue="nothing"):
         if expected != found:
             return (
-                f"the sites do not agree: {who} {odd} has {found!r} where {who} {normal} has "
+                f"the sites do not agree: {named[odd]} has {found!r} where {named[normal]} has "
                 f"{expected!r}; {remedy}"
             )
     raise AssertionError("descriptions that differ in no line")
 
 
-def all_came(comm: Comm, checksum: int, what: str = "the model of site 0", source: int = 0) -> None:
+def all_came(comm: Comm, checksum: int, what: str = "", source: int = 0) -> None:
     """Compares a checksum of a broadcast over the sites, which waits for all of them.
 
     A broadcast alone may return before another site has begun to receive it.
@@ -184,7 +187,7 @@ def all_came(comm: Comm, checksum: int, what: str = "the model of site 0", sourc
     Args:
         comm: the transport.
         checksum: of the data that was broadcast, on this site.
-        what: name of the data, for the error.
+        what: name of the data, for the error; empty for the source's model.
         source: rank that sent the broadcast.
 
     Raises:
@@ -194,7 +197,8 @@ def all_came(comm: Comm, checksum: int, what: str = "the model of site 0", sourc
     comm.all_began()
     odd = [rank for rank, theirs in enumerate(words) if theirs != words[source]]
     if odd:
-        raise ExchangeError(f"{what} did not reach site {odd[0]} as it was sent")
+        what = what or f"the model of {comm.sites[source].called}"
+        raise ExchangeError(f"{what} did not reach {comm.sites[odd[0]].called} as it was sent")
 
 
 @torch.no_grad()

@@ -70,5 +70,7 @@ def _slowest(comm: Comm, link: Link) -> Link:
     comm.all_began()
     for rank, (delay, rate) in enumerate(told):
         if delay < 0 or rate <= 0:
-            raise ExchangeError(f"site {rank} measured a delay of {delay} ns and {rate} bytes/s")
+            raise ExchangeError(
+                f"{comm.sites[rank].called} measured a delay of {delay} ns and {rate} bytes/s"
+            )
     return Link(1e-9 * max(delay for delay, _ in told), float(min(rate for _, rate in told)))

@@ -33,6 +33,7 @@ from outergrad.comm.work import (
 )
 from outergrad.core.cost import CostModel
 from outergrad.core.errors import ExchangeError, Failure
+from outergrad.core.sites import Site
 from outergrad.core.transport import Comm, Enough
 from outergrad.core.types import Link
 
@@ -165,7 +166,9 @@ class TorchComm(Comm):
         """
         if self.world_size > 1 and self._is_gloo and self._wire.type == "cpu":
             tag = tag_of(turn, lane)
-            parts = [room(torch.empty(0, dtype=dtype), size, r) for r, size in enumerate(sizes)]
+            parts = [
+                room(torch.empty(0, dtype=dtype), size, Site(r)) for r, size in enumerate(sizes)
+            ]
             with if_open():  # the wait for the exchange raises if a site is gone
                 self._posted.setdefault(tag, deque()).append((parts, self._receives(parts, tag)))
 
@@ -223,7 +226,7 @@ class TorchComm(Comm):
                 raise ExchangeError(told, kind=Failure.LOCAL)
             sends = self._sends(outgoing, tag)
         else:
-            parts = [room(own, size, rank) for rank, size in enumerate(sizes)]
+            parts = [room(own, size, Site(rank)) for rank, size in enumerate(sizes)]
             receives, sends = self._exchange(outgoing, parts, tag)
         self.received_bytes += sum(t.nbytes for t in parts) - parts[self.rank].nbytes
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outergrad.core.errors import ExchangeError, Failure
+from outergrad.core.sites import Site
 
 _TAG = 0x6F67
 """First tag without a turn, apart from the user's point-to-point messages on the same group."""
@@ -210,7 +211,7 @@ class TorchWork:
             work.wait(left)
 
 
-def room(like: Tensor, size: int, rank: int) -> Tensor:
+def room(like: Tensor, size: int, site: Site) -> Tensor:
     """Allocates the tensor that a site announced; its memory is taken as it fills.
 
     Raises:
@@ -219,7 +220,7 @@ def room(like: Tensor, size: int, rank: int) -> Tensor:
     try:
         return like.new_empty(size)
     except (RuntimeError, TypeError, OverflowError) as error:
-        raise ExchangeError(f"site {rank} announced a message of {size} entries") from error
+        raise ExchangeError(f"{site.called} announced a message of {size} entries") from error
 
 
 def sum_into(t: Tensor) -> Callable[[Sequence[Tensor]], Tensor]:

@@ -24,7 +24,7 @@ from typing import Any
 
 from outergrad.comm.failure_report import FailureReport
 from outergrad.commit.board_requests import Asking, Farewell, First, Get, Gone, Put, Rest, Slot
-from outergrad.commit.lost import FAREWELL_S, Findings, awaited_by, lost_of, named, told_by
+from outergrad.commit.lost import FAREWELL_S, Findings, awaited_by, lost_of, told_by
 from outergrad.commit.membership_record import GOING_ON, MembershipRecord
 from outergrad.core.errors import BoardGoneError
 
@@ -148,10 +148,10 @@ class Agreement:
                 goes_on = yield from self._going_on(words, {self._rank, *level}, made)
             words = {**words, **(yield from self._reasons(words))}
             yield from self._leave(asked)
-        except BoardGoneError:
+        except BoardGoneError as error:
             self._on_left()
             if not confirmed and content is None:
-                return Outcome(self._alone())
+                return Outcome(self._alone(str(error)))
         if liars:
             return Outcome(self._deceived(words, liars))
         return Outcome(self._findings(words, numbers, made, confirmed), content, goes_on)
@@ -330,7 +330,8 @@ class Agreement:
     def _deceived(self, words: Mapping[int, FailureReport], liars: set[int]) -> Findings:
         """Findings if reports are inconsistent: no site can know how far the others are."""
         who = tuple(sorted(liars))
-        doubt = f"{named(who)} told of {'its' if len(who) == 1 else 'their'} steps what cannot be"
+        whose = "site told of its" if len(who) == 1 else "sites told of their"
+        doubt = f"the lost {whose} steps what cannot be"
         others = {site: one for site, one in words.items() if site != self._rank}
         return Findings(
             lost=who,
@@ -354,12 +355,12 @@ class Agreement:
         in_order = {s: replace(one, ended="") for s, one in words.items() if one.ended == "session"}
         return lost_of(own, known | in_order, unknown) or lost_of(own, known, unknown)
 
-    def _alone(self) -> Findings:
-        """Findings if the board is gone: nothing can be known of the others."""
+    def _alone(self, doubt: str) -> Findings:
+        """Findings if the board is gone, for a reason in words: the others tell nothing more."""
         suspects = tuple(sorted({*self._word.gone, *self._word.silent}))
         return Findings(
             lost=suspects if self._host in (None, self._rank) else (self._host,),
             certain=not self._word.sent,
             may_differ=tuple(self._others),
-            doubt="the store of the group is gone",
+            doubt=doubt,
         )

@@ -18,6 +18,7 @@ from outergrad.core.errors import (
     RefusedError,
     StepDiscardedError,
 )
+from outergrad.core.sites import Site, called
 from outergrad.core.transport import Comm, Work
 from outergrad.messages.checksum import Digest, combined
 from outergrad.messages.header import Header
@@ -61,49 +62,51 @@ class Decision:
             return self.apart
         return (self.vote.rank if self.vote.site == NOTHING else self.vote.site,)
 
-    def error(self, subjects: Subjects, blocks: Blocks) -> RuntimeError:
+    def error(self, subjects: Subjects, blocks: Blocks, sites: Sequence[Site]) -> RuntimeError:
         """Returns the step's error; a StepDiscardedError if training can go on with the next step.
 
         Args:
             subjects: parameters and buffers that votes can name.
             blocks: blocks of the model.
+            sites: all, for their names.
         """
-        unrepeated = self._unrepeated(subjects, blocks)
+        unrepeated, who = self._unrepeated(subjects, blocks, sites), sites[self.vote.rank]
         if unrepeated is not None:
             return RuntimeError(f"step {self.vote.step} was not applied on any site. {unrepeated}")
         if self.verdict == Verdict.CHANGED:
             about = "" if self.vote.param == NOTHING else repr(subjects.names[self.vote.param])
-            return _changed(self.vote.rank, self.vote.step, about)
+            return _changed(who, self.vote.step, about)
         if self.verdict == Verdict.OVERWRITTEN:
-            return _overwritten(self.vote.rank, self.vote.step, subjects.names[self.vote.param])
+            return _overwritten(who, self.vote.step, subjects.names[self.vote.param])
         return StepDiscardedError(
-            f"{self._why(subjects)}: it was not applied on any site; call optimizer.zero_grad() "
-            f"and go on with the next"
+            f"{self._why(subjects, sites)}: it was not applied on any site; call "
+            f"optimizer.zero_grad() and go on with the next"
         )
 
-    def drift(self, now: int | None = None) -> DriftError:
+    def drift(self, sites: Sequence[Site], now: int | None = None) -> DriftError:
         """Returns the error for different results that sites applied in an optimistic commit.
 
         Args:
+            sites: all, for their names.
             now: step in which this was found, which counts nowhere; None between steps.
         """
-        step, sites = self.vote.step, self.sites
         void = "" if now is None else f" Step {now} was not applied on any site."
         return DriftError(
-            f"{self._why(Subjects(()))}, which sites have applied: their replicas may differ since."
-            f"{void} Call session.make_equal(optimizer) on every site, or start again from the "
-            f"last checkpoint",
-            sites,
-            step + 1,
+            f"{self._why(Subjects(()), sites)}, which sites have applied: their replicas may "
+            f"differ since.{void} Call session.make_equal(optimizer) on every site, or start again "
+            f"from the last checkpoint",
+            self.sites,
+            self.vote.step + 1,
             "",
         )
 
-    def _unrepeated(self, subjects: Subjects, blocks: Blocks) -> str | None:
+    def _unrepeated(self, subjects: Subjects, blocks: Blocks, sites: Sequence[Site]) -> str | None:
         """Describes a block whose replay was not like its forward; None for other verdicts."""
         vote = self.vote
         if self.verdict != Verdict.UNREPEATED or vote.param == NOTHING:
             return None
-        told = f"site {vote.rank} computed again what site {vote.site} sent of it and"
+        who, whose = sites[vote.rank].called, sites[vote.site].called
+        told = f"{who} computed again what {whose} sent of it and"
         return blocks.unrepeated(subjects.names[vote.param], told)
 
     @property
@@ -111,40 +114,41 @@ class Decision:
         last = self.vote.step
         return f"step {last}" if self.first is None else f"one of the steps {self.first} to {last}"
 
-    def _why(self, subjects: Subjects) -> str:
-        vote = self.vote
+    def _why(self, subjects: Subjects, sites: Sequence[Site]) -> str:
+        vote, who = self.vote, sites[self.vote.rank].called
         if self.verdict == Verdict.FAILED:
-            return f"the backward of site {vote.rank} raised in step {vote.step}"
+            return f"the backward of {who} raised in step {vote.step}"
         if self.contradicted:
             return f"a site said that it failed in step {vote.step}, and voted for it"
         if len(self.apart) > 1:
-            sites = ", ".join(map(str, self.apart))
-            return f"the sites {sites} received different messages or sums in {self._steps}"
+            apart = called([sites[rank] for rank in self.apart])
+            return f"{apart} received different messages or sums in {self._steps}"
         if self.apart:
             what = "received other messages or sums than the others in"
-            return f"site {vote.rank} {what} {self._steps}"
+            return f"{who} {what} {self._steps}"
         if vote.site == NOTHING:
-            return f"site {vote.rank} did not apply step {vote.step}"
+            return f"{who} did not apply step {vote.step}"
         return (
-            f"site {vote.rank} refused a message of site {vote.site}{subjects.words(vote.param)} "
+            f"{who} refused a message of {sites[vote.site].called}{subjects.words(vote.param)} "
             f"in step {vote.step}: it is not what should have been sent"
         )
 
 
-def _overwritten(site: int, step: int, param: str) -> StepDiscardedError:
+def _overwritten(site: Site, step: int, param: str) -> StepDiscardedError:
     return StepDiscardedError(
-        f"{param!r}: the activations or deltas that make its gradient on site {site} were written "
-        f"to or freed after the layer's own backward, before its message started: step {step} was "
-        f"not applied on any site. From now on site {site} keeps copies where somebody does so: "
-        f"call optimizer.zero_grad() and go on, or pass og.Dense() for this parameter"
+        f"{param!r}: the activations or deltas that make its gradient on {site.called} were "
+        f"written to or freed after the layer's own backward, before its message started: "
+        f"step {step} was not applied on any site. From now on {site.called} keeps copies "
+        f"where somebody does so: call optimizer.zero_grad() and go on, or pass og.Dense() for "
+        f"this parameter"
     )
 
 
-def _changed(site: int, step: int, param: str) -> StepDiscardedError:
-    what = f"{param} of the model of site {site}" if param else f"the model of site {site}"
+def _changed(site: Site, step: int, param: str) -> StepDiscardedError:
+    what = f"{param} of the model of {site.called}" if param else f"the model of {site.called}"
     return StepDiscardedError(
         f"{what} was changed after og.distribute(), or somebody else changed its gradient: the "
-        f"error of site {site} says which, and what to do there. Step {step} was not applied on "
+        f"error of {site.called} says which, and what to do there. Step {step} was not applied on "
         f"any site. If the model was changed, call session.detach(), change it alike, and call "
         f"og.distribute(model, ...) again on every site"
     )
@@ -274,6 +278,11 @@ class Ballot:
         self._comm.took_part(self.session, first, self.step)
 
     @property
+    def sites(self) -> Sequence[Site]:
+        """All sites, for their names."""
+        return self._comm.sites
+
+    @property
     def is_good(self) -> bool:
         """True if this site has sent a good vote, to some other site or all."""
         return self._is_cast and self._vote.verdict == Verdict.GOOD
@@ -309,9 +318,9 @@ class Ballot:
         return self._decision
 
     def _counted(self, work: Work) -> Decision:
-        parts, counts = work.wait(), (len(self._subjects.names), self._comm.world_size)
-        pairs = enumerate(parts)
-        votes = [Vote.parse(part.tolist(), self._vote, rank, *counts) for rank, part in pairs]
+        counts = len(self._subjects.names), self._comm.world_size
+        pairs = zip(work.wait(), self._comm.sites, strict=True)
+        votes = [Vote.parse(part.tolist(), self._vote, site, *counts) for part, site in pairs]
         worst = max(votes, key=lambda vote: vote.verdict)  # the first of equally bad ones
         apart = _apart([vote.digest for vote in votes])
         contradicted = self._heard != State.GOOD

@@ -160,7 +160,7 @@ class DeferredVotes:
             assert self._ballot is not None
             with waiting():
                 decision = self._ballot.count()
-            drift = None if decision.good else decision.drift(now)
+            drift = None if decision.good else decision.drift(self._ballot.sites, now)
             actions = self._machine.on(Event.COUNTED)
         elif Action.COMPARE in actions:
             assert compare is not None
@@ -180,4 +180,4 @@ class DeferredVotes:
             return None
         self._ballot.note_part()
         decision = self._ballot.compared(digests)
-        return None if decision.good else decision.drift()
+        return None if decision.good else decision.drift(self._ballot.sites)

@@ -9,6 +9,7 @@ from functools import partial
 
 from outergrad.comm.failure_report import FailureReport, LastStep
 from outergrad.core.errors import ExchangeError, Failure, SiteLostError
+from outergrad.core.sites import Site, called
 from outergrad.core.transport import Comm, MeshRanks
 
 Named = Callable[[Sequence[int]], str]
@@ -302,16 +303,12 @@ def standing_of(
 
 
 def lost_error(
-    rank: int,
-    step: int,
-    place: str,
-    error: Exception,
-    findings: Findings,
-    mesh: MeshRanks | None = None,
+    comm: Comm, step: int, place: str, error: Exception, findings: Findings
 ) -> SiteLostError:
     """Returns the error for the user; with a mesh the findings are of ranks, by their numbers."""
-    told = named if mesh is None else partial(_named_ranks, mesh)
-    own = told([rank if mesh is None else mesh.number])
+    mesh = comm.mesh
+    told = partial(named, comm.sites) if mesh is None else partial(_named_ranks, mesh)
+    own = told([comm.rank if mesh is None else mesh.number])
     ranks = [] if mesh is None else [mesh.place_of(number) for number in findings.lost]
     lost, may_differ = findings.lost, findings.may_differ
     if mesh is not None:
@@ -337,7 +334,8 @@ def _sites_of(mesh: MeshRanks, numbers: Sequence[int]) -> tuple[int, ...]:
 
 def _named_ranks(mesh: MeshRanks, numbers: Sequence[int]) -> str:
     places = [mesh.place_of(number) for number in numbers]
-    return ", ".join(f"local rank {k} of site {site}" for site, k in places) or "the others"
+    told = (f"local rank {k} of {Site(site).called}" for site, k in places)
+    return ", ".join(told) or "the others"
 
 
 def _why(error: Exception, findings: Findings, named: Named) -> str:
@@ -367,8 +365,6 @@ def _how_far(step: int, findings: Findings, named: Named) -> str:
     return f"{applied}; how far {some} came before it is not known{doubt}"
 
 
-def named(sites: Sequence[int]) -> str:
-    """Formats sites as words."""
-    if not sites:
-        return "the others"
-    return f"site {sites[0]}" if len(sites) == 1 else f"sites {', '.join(map(str, sites))}"
+def named(sites: Sequence[Site], ranks: Sequence[int]) -> str:
+    """Formats some of the sites as words."""
+    return called([sites[rank] for rank in ranks])

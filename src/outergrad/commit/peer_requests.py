@@ -94,7 +94,7 @@ def sent_again(comm: Comm, question: Question, start: int, nbytes: int) -> bytes
             time.sleep(_POLL_S)
     except BoardGoneError as error:
         raise ExchangeError(str(error), kind=Failure.LOCAL) from error
-    told = f"a message of site {question.of} was damaged, and it sent none again"
+    told = f"a message of {comm.sites[question.of].called} was damaged, and it sent none again"
     raise ExchangeError(told, (question.of,), kind=Failure.TIMEOUT)
 
 

@@ -186,5 +186,5 @@ class ReplayError(Exception):
     """
 
     def __init__(self, site: int, member: int) -> None:
-        super().__init__(f"module {member} of a block of site {site}")
+        super().__init__(f"module {member} of a block")
         self.site, self.member = site, member

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from outergrad.core.cost import CostModel
+from outergrad.core.sites import Site, sites_of
 from outergrad.core.types import Link
 
 Enough = Callable[[Sequence[str | None]], bool]
@@ -162,6 +163,12 @@ class Comm(Protocol):
     """True if the board ends with this process, which must therefore be the last to end."""
     names: Sequence[str] = ()
     """Names of all sites, in the order of ranks, if they have names."""
+
+    @property
+    def sites(self) -> Sequence[Site]:
+        """All sites, which know their names, in the order of ranks: for messages to people."""
+        return sites_of(self.world_size, tuple(self.names))
+
     epoch: int = 0
     """Number of times that the set of sites has changed."""
     coming: Sequence[int] = ()

@@ -14,6 +14,7 @@ from itertools import compress
 import torch
 
 from outergrad.core.errors import ExchangeError
+from outergrad.core.sites import Site
 from outergrad.messages.checksum import combined
 
 MAGIC = 0x6F757465726704  # "outerg", version 4 of the format
@@ -156,7 +157,7 @@ class Header:
         return words
 
     @staticmethod
-    def parse(words: Sequence[int], expected: Header, rank: int) -> Header:
+    def parse(words: Sequence[int], expected: Header, rank: Site) -> Header:
         """Parses another site's header and checks it against this site's own.
 
         Raises:
@@ -164,29 +165,31 @@ class Header:
                 values.
         """
         if len(words) != expected.length:
-            raise ExchangeError(f"site {rank} sent a header of {len(words)} words")
+            raise ExchangeError(f"{rank.called} sent a header of {len(words)} words")
         magic, fingerprint, step, sender = words[:4]
         if (magic, fingerprint) != (MAGIC, expected.fingerprint):
             raise ExchangeError(
-                f"site {rank} sent something else than the header of this session; do all sites "
+                f"{rank.called} sent something else than the header of this session; do all sites "
                 f"call the same distributed models in the same order?"
             )
         if (step, sender) != (expected.step, rank):
+            whose = "" if sender == rank else " of another site"
             raise ExchangeError(
-                f"site {rank} sent the header of synchronised backward {step} of site {sender}, "
-                f"this site ({expected.rank}) is in {expected.step}; every site must run the same "
-                f"number"
+                f"{rank.called} sent the header of synchronised backward {step}{whose}, this site "
+                f"is in {expected.step}; every site must run the same number"
             )
         unsummed = [*words[KNOWN:_SUM], 0, *words[_BITS:]]
         if words[_SUM] != sum_of_words(unsummed):
-            raise ExchangeError(f"the checksum of the header of site {rank} is wrong")
+            raise ExchangeError(f"the checksum of the header of {rank.called} is wrong")
         try:
             return Header._decoded(words, expected, rank)
         except ValueError as error:
-            raise ExchangeError(f"the header of site {rank} says what cannot be: {error}") from None
+            raise ExchangeError(
+                f"the header of {rank.called} says what cannot be: {error}"
+            ) from None
 
     @staticmethod
-    def _decoded(words: Sequence[int], expected: Header, rank: int) -> Header:
+    def _decoded(words: Sequence[int], expected: Header, rank: Site) -> Header:
         join, weight = Join(words[4] >> 1), bounded("a weight of", words[5], _MOST_WEIGHT)
         _check_join(rank, join, expected)
         after = _BITS + words_for(len(expected.used))
@@ -201,11 +204,11 @@ class Header:
         return Header(*own, used, uses, bool(words[4] & 1), joint, *loop)
 
 
-def _check_join(rank: int, join: Join, expected: Header) -> None:
+def _check_join(rank: Site, join: Join, expected: Header) -> None:
     if (join == Join.NONE) != (expected.join == Join.NONE):
         where, here = ("not " if one == Join.NONE else "" for one in (join, expected.join))
         raise ExchangeError(
-            f"site {rank} is {where}inside session.join(), this site ({expected.rank}) is "
+            f"{rank.called} is {where}inside session.join(), this site is "
             f"{here}inside; all sites must run their loops in it, or none"
         )
 

@@ -126,8 +126,7 @@ class Layout:
         except Exception as error:  # codecs and forms may be the user's, and raise what they like
             if site is None:
                 raise
-            what = f"a message of site {site} cannot be read: {error}"
-            raise RefusedError(what, site) from error
+            raise RefusedError(f"a message cannot be read: {error}", site) from error
 
     def _read(self, message: Tensor) -> list[Arrived | None]:
         """Reads each payload; small fields with the same codecs are decoded together."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from outergrad.core.errors import ExchangeError
+from outergrad.core.sites import Site
 from outergrad.messages.header import KNOWN, MAGIC, bounded, sum_of_words
 
 NOTHING = -1
@@ -97,7 +98,7 @@ class Vote:
     def parse(
         words: Sequence[int],
         expected: Vote,
-        rank: int,
+        rank: Site,
         subjects: int = 1 << 31,
         sites: int = 1 << 31,
     ) -> Vote:
@@ -115,20 +116,20 @@ class Vote:
                 values.
         """
         if len(words) != WORDS:
-            raise ExchangeError(f"site {rank} sent a vote of {len(words)} words")
+            raise ExchangeError(f"{rank.called} sent a vote of {len(words)} words")
         *words, total = words
         magic, fingerprint, step, sender, verdict, param, site, digest = words
         ours = MAGIC, expected.fingerprint, expected.step, rank
         if (magic, fingerprint, step, sender) != ours:
             raise ExchangeError(
-                f"site {rank} sent something else than its vote on step {expected.step}; do all "
+                f"{rank.called} sent something else than its vote on step {expected.step}; do all "
                 f"sites call the same distributed models in the same order?"
             )
         if total != sum_of_words(words[KNOWN:]):
-            raise ExchangeError(f"the checksum of the vote of site {rank} is wrong")
+            raise ExchangeError(f"the checksum of the vote of {rank.called} is wrong")
         try:
             bounded("a subject of number", param + 1, subjects + 1)
             bounded("a message of site", site + 1, sites + 1)
             return Vote(fingerprint, step, sender, Verdict(verdict), param, site, digest)
         except ValueError as error:
-            raise ExchangeError(f"the vote of site {rank} says what cannot be: {error}") from None
+            raise ExchangeError(f"the vote of {rank.called} says what cannot be: {error}") from None

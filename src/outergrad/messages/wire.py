@@ -163,12 +163,11 @@ class Preamble:
         ours = [MAGIC, expected.fingerprint, expected.step, expected.bucket, rank]
         if words[:5] != ours:
             raise RefusedError(
-                f"site {rank} sent a message that is not {_named(expected.bucket)} of step "
-                f"{expected.step}",
+                f"a message is not {_named(expected.bucket)} of step {expected.step}",
                 rank,
             )
         if words[_SUM] != total:
-            raise RefusedError(f"the checksum of a message of site {rank} is wrong", rank)
+            raise RefusedError("the checksum of a message is wrong", rank)
         flags = bits(words[_FIXED:], len(expected.flags))
         start = _FIXED + words_for(len(flags))
         told = words[start : start + len(expected.wanted_rows)]
@@ -179,8 +178,7 @@ class Preamble:
             lacks, state = bool(words[_STATE] & _LACKS_BIT), State(words[_STATE] & ~_LACKS_BIT)
             return Preamble(*own, state, flags, tuple(told), total, lacks)
         except ValueError as error:
-            what = f"a message of site {rank} says what cannot be: {error}"
-            raise RefusedError(what, rank) from None
+            raise RefusedError(f"a message says what cannot be: {error}", rank) from None
 
 
 def read_all(messages: Sequence[Tensor], expected: Preamble) -> tuple[list[Preamble], State]:
@@ -205,7 +203,7 @@ def _words_of(messages: Sequence[Tensor], expected: Preamble, first: int = 0) ->
     size = Preamble.nbytes(len(expected.flags), len(expected.wanted_rows))
     for rank, message in enumerate(messages, first):
         if len(message) < size:
-            raise RefusedError(f"site {rank} sent a message of {len(message)} bytes", rank)
+            raise RefusedError(f"a message has {len(message)} bytes", rank)
     told = [torch.cat([m[:size].view(torch.int64), _sum_of(m)]) for m in messages]
     return torch.stack(told).tolist()
 

@@ -185,7 +185,7 @@ def block_gradients(
         # Blame a site only if its runs alone raise; if every site's do, no payload is at fault.
         odd = [rank for rank, runs in enumerate(runs_S) if runs and not _works(tapped, runs)]
         if odd and len(odd) < sum(map(bool, runs_S)):
-            what = f"what site {odd[0]} sent of {tapped.block.name!r} cannot be computed: {error}"
+            what = f"{tapped.block.name!r} cannot be computed from a message: {error}"
             raise RefusedError(what, odd[0]) from error
         raise
 
@@ -195,7 +195,7 @@ def _runs_of(tapped: TappedBlock, rank: int, data: Tensor | None, scale: float) 
         runs, tensors = ([], []) if data is None else Message.read(data, tapped.codecs)
         return [sent_run(run, tensors, scale) for run in runs]
     except Exception as error:  # codecs may be the user's, and raise what they like
-        what = f"what site {rank} sent of {tapped.block.name!r} cannot be read: {error}"
+        what = f"a message of {tapped.block.name!r} cannot be read: {error}"
         raise RefusedError(what, rank) from error
 
 

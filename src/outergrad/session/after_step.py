@@ -137,8 +137,8 @@ class HookRunner:
         if spent and outcome.is_own:
             raise RuntimeError(
                 f"{spent[0]!r} or its gradient was used up by a post-accumulate hook (an optimizer "
-                f"in backward) inside session.no_sync(), where the gradient is that of site "
-                f"{self._at.comm.rank} alone: the sites are no replicas any more; start again "
+                f"in backward) inside session.no_sync(), where the gradient is that of "
+                f"{self._at.me.called} alone: the sites are no replicas any more; start again "
                 f"without no_sync()"
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outergrad.core.errors import StepDiscardedError
+from outergrad.core.sites import Site
 from outergrad.messages.header import Header, Join
 
 
@@ -40,7 +41,11 @@ class Attendance:
             self.last_active = min(h.rank for h in headers if h.join == Join.INSIDE)
 
     def explained(
-        self, error: StepDiscardedError, headers: Sequence[Header], step: int
+        self,
+        error: StepDiscardedError,
+        headers: Sequence[Header],
+        step: int,
+        sites: Sequence[Site],
     ) -> StepDiscardedError:
         """Returns the error for a step that was discarded, maybe because a site has left."""
         gone = next((h.rank for h in headers if h.join == Join.GONE), None)
@@ -48,6 +53,6 @@ class Attendance:
             return error
         self.has_left = True
         return StepDiscardedError(
-            f"the loop of site {gone} raised inside session.join(): it takes part in no more "
-            f"steps, and step {step} must not be applied"
+            f"the loop of {sites[gone].called} raised inside session.join(): it takes part in no "
+            f"more steps, and step {step} must not be applied"
         )

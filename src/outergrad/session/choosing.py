@@ -12,6 +12,7 @@ from outergrad.comm.words import words_of_all
 from outergrad.core.choosing import Chooser, Rows, Trial
 from outergrad.core.errors import ExchangeError
 from outergrad.core.model import Compressors, Model
+from outergrad.core.sites import Site
 from outergrad.core.transport import Comm, Work
 from outergrad.messages.header import KNOWN, MAGIC, Header, sum_of_words
 
@@ -57,17 +58,17 @@ class Figures:
         """
         assert self._said is not None
         (step, work), self._said = self._said, None
-        parts = enumerate(work.wait())
-        return [self._seconds(part.tolist(), step, rank) for rank, part in parts]
+        parts = zip(work.wait(), self._comm.sites, strict=True)
+        return [self._seconds(part.tolist(), step, site) for part, site in parts]
 
-    def _seconds(self, words: Sequence[int], step: int, rank: int) -> list[float]:
+    def _seconds(self, words: Sequence[int], step: int, site: Site) -> list[float]:
         known, numbers, total = words[:KNOWN], words[KNOWN:-1], words[-1]
-        if list(known) != [MAGIC, self._fingerprint, step, rank] or min(numbers) < 0:
+        if list(known) != [MAGIC, self._fingerprint, step, site] or min(numbers) < 0:
             raise ExchangeError(
-                f"site {rank} sent something else than the seconds of its steps till {step}"
+                f"{site.called} sent something else than the seconds of its steps till {step}"
             )
         if total != sum_of_words(numbers):
-            raise ExchangeError(f"the checksum of the seconds of site {rank} is wrong")
+            raise ExchangeError(f"the checksum of the seconds of {site.called} is wrong")
         return [number / _PER_UNIT for number in numbers]
 
 

@@ -21,6 +21,10 @@ WordsOfAll = Callable[[Sequence[int]], list[list[int]]]
 """Gathers a few integers from every site, in their order."""
 
 
+Said = Callable[[Sequence[int]], str]
+"""Formats sites, or ranks of a mesh, as words."""
+
+
 @dataclass(frozen=True)
 class Drift:
     """Difference between replicas.
@@ -30,21 +34,19 @@ class Drift:
         names: names of the parameters and buffers that differ between some sites.
         compared: number of parameters and buffers that were compared.
         first: the site that the first of `sites` was compared with.
-        noun: "site", or "rank" where sites have several.
+        said: formats sites, or ranks of a mesh, as words.
     """
 
     sites: tuple[int, ...]
     names: tuple[str, ...]
     compared: int
-    first: int = 0
-    noun: str = "site"
+    first: int
+    said: Said
 
     def told(self, step: int, remedy: str) -> str:
         """Describes the difference, in words that are the same on every site."""
-        several = len(self.sites) > 1
-        noun, sites = self.noun, ", ".join(map(str, self.sites))
-        who = f"{noun}{'s' * several} {sites} ha{'ve' if several else 's'}"
-        than = f"{noun} {self.first}"
+        who = f"{self.said(self.sites)} ha{'ve' if len(self.sites) > 1 else 's'}"
+        than = self.said([self.first])
         return (
             f"the replicas differ after step {step}: {who} another {self.names[0]!r} than {than}; "
             f"{len(self.names)} of {self.compared} parameters and buffers differ; {remedy}"
@@ -55,7 +57,7 @@ def compared(
     words_of_all: WordsOfAll,
     tensors: Mapping[str, Tensor | None],
     groups: Sequence[Sequence[int]],
-    noun: str = "site",
+    said: Said,
 ) -> Drift | None:
     """Compares tensors over the sites, bit by bit; None if they are equal everywhere.
 
@@ -65,7 +67,7 @@ def compared(
         words_of_all: gathers integers from all sites.
         tensors: by name, in an order that is the same on all sites; None for one that is missing.
         groups: sites whose tensors should be equal among themselves.
-        noun: as in `Drift`.
+        said: as in `Drift`.
 
     Raises:
         ExchangeError: what a site sent contradicts itself.
@@ -77,14 +79,14 @@ def compared(
     sums_S = words_of_all(sums)
     liar = next((r for r, own in enumerate(sums_S) if [combined(own)] != whole[r]), None)
     if liar is not None:
-        raise ExchangeError(f"the checksums of {noun} {liar} contradict each other")
+        raise ExchangeError(f"the checksums of {said([liar])} contradict each other")
     firsts = {site: group[0] for group in groups for site in group}
     sites = tuple(site for site in sorted(firsts) if sums_S[site] != sums_S[firsts[site]])
     pairs = [(sums_S[site], sums_S[firsts[site]]) for site in sites]
     names = tuple(
         name for k, name in enumerate(tensors) if any(own[k] != first[k] for own, first in pairs)
     )
-    return Drift(sites, names, len(sums), firsts[sites[0]], noun)
+    return Drift(sites, names, len(sums), firsts[sites[0]], said)
 
 
 @torch.no_grad()

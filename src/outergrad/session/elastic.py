@@ -13,6 +13,7 @@ from outergrad.capture.optimizer_steps import SeenOptimizers, listen
 from outergrad.comm.agree import agree
 from outergrad.commit.lost import Findings
 from outergrad.core.errors import BoardGoneError, ExchangeError, Failure
+from outergrad.core.sites import called
 from outergrad.core.transport import Comm
 from outergrad.methods.local_steps import LocalSteps
 from outergrad.session.capable import transport_lines
@@ -175,7 +176,8 @@ class Elastic:
             try:
                 agree(comm, [*self._lines, *transport_lines(self._at.comm)])
             except ValueError as error:  # they leave; it costs the others a step
-                _LOG.warning("those that have come cannot take part: %s", error)
+                coming = called([self._at.comm.sites[rank] for rank in self._at.comm.coming])
+                _LOG.warning("%s cannot take part: %s", coming, error)
             else:
                 self._handover().give(comm)
 

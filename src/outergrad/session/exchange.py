@@ -113,7 +113,9 @@ class Exchange:
         self.unshared: set[str] = set()
         self.plan: StepPlan | None = None
         self.chosen: dict[Unit, Reason] = {}
-        self.owner = Owner(settings.method, model, at.comm.rank, at.comm.world_size, (*self.local,))
+        self.owner = Owner(
+            settings.method, model, at.comm.rank, at.me.called, at.comm.world_size, (*self.local,)
+        )
         self._may_owe = False
 
     @property

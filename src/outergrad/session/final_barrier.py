@@ -116,7 +116,7 @@ class FinalBarrier:
     def _uncompared(self, error: BoardGoneError) -> ExchangeError:
         host = self._at.comm.host
         held = () if host in (None, self._at.comm.rank) else (host,)
-        who = "".join(f", which site {site} usually holds" for site in held)
+        who = "".join(f", which {self._at.comm.sites[site].called} usually holds" for site in held)
         told = f"{error}{who}, so that nothing can be compared"
         return ExchangeError(told, held, kind=Failure.LOCAL)
 
@@ -133,10 +133,11 @@ class FinalBarrier:
         self, about: str, lost: Sequence[int], error: BaseException | None
     ) -> RuntimeWarning:
         """Returns a warning that the last steps were not compared."""
-        why = "" if error is None else f" ({error})"
+        comm, why = self._at.comm, "" if error is None else f" ({error})"
+        sites = comm.sites
         return RuntimeWarning(
-            f"site {self._at.comm.rank} lost {named(lost)} before the sites had compared what they "
-            f"received in {about}{why}. It has made all steps, but a sum that was damaged in these "
-            f"was not looked for: compare the models of the sites, or start again from the last "
-            f"checkpoint"
+            f"{sites[comm.rank].called} lost {named(sites, lost)} before the sites had compared "
+            f"what they received in {about}{why}. It has made all steps, but a sum that was "
+            f"damaged in these was not looked for: compare the models of the sites, or start again "
+            f"from the last checkpoint"
         )

@@ -80,7 +80,7 @@ def taken(comm: Comm) -> Handover:
             raise ValueError("another checksum")
         return Handover(**rebuilt(said["about"], tensors))
     except (ValueError, TypeError, LookupError, RecursionError) as error:
-        told = f"what site {_SOURCE} sent of its state cannot be read: {error}"
+        told = f"what {comm.sites[_SOURCE].called} sent of its state cannot be read: {error}"
         raise ExchangeError(told, (_SOURCE,)) from error
 
 

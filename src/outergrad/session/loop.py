@@ -254,7 +254,7 @@ class BackwardLoop:
             return
         number, change = self._at.stats.step, self._past_autograd.refused()
         if change is not None:  # the others hear of it as of any backward that raised
-            raise change.error(self._at.comm.rank)
+            raise change.error(self._at.me)
         self.finish(step)
         if number % LOOKS_EVERY < LOOKS and self._at.stats.step > number:
             at_end_of_backward(partial(self._refuse_overwritten, self._left()))
@@ -275,7 +275,9 @@ class BackwardLoop:
             if shared is None:
                 raise
             context = shared.context
-            told = self._exchange.attendance.explained(error, context.headers, context.header.step)
+            told = self._exchange.attendance.explained(
+                error, context.headers, context.header.step, self._at.comm.sites
+            )
             if told is error:
                 raise
             raise told from error
@@ -490,7 +492,7 @@ class BackwardLoop:
         """
         if change is None:
             return
-        error = change.error(self._at.comm.rank)
+        error = change.error(self._at.me)
         try:
             if self._can_tell():
                 self._tell(change)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from outergrad.comm.agree import all_came
 from outergrad.comm.words import words_of_all
 from outergrad.core.errors import ExchangeError
+from outergrad.core.sites import Site
 from outergrad.core.structure import flattened, rebuilt
 from outergrad.core.transport import Comm
 from outergrad.messages.raw import as_tensor, digest, from_raw, in_chunks, overwrite, raw
@@ -66,7 +67,7 @@ class ReplicaState:
         tensors = [*self.parameters, *(self.buffers if alike else ())]
         for t, new in zip(tensors, _sent(comm, source, tensors), strict=True):
             overwrite(t, new)
-        all_came(comm, digest(b"", tensors), f"what site {source} sent", source)
+        all_came(comm, digest(b"", tensors), f"what {comm.sites[source].called} sent", source)
         if letters := words_S[source][4]:
             self._take(comm, source, told, letters, parts)
         return True
@@ -75,20 +76,22 @@ class ReplicaState:
         self, comm: Comm, source: int, told: str, letters: int, parts: Sequence[Tensor]
     ) -> None:
         if not 0 < letters <= max(_MOST_TEXT, 4 * len(told)):
-            raise ExchangeError(f"site {source} announced {letters} bytes of optimizer states")
+            raise ExchangeError(
+                f"{comm.sites[source].called} announced {letters} bytes of optimizer states"
+            )
         ours = as_tensor(told.encode())
         text = _from_source(comm, source, ours, letters).cpu().numpy().tobytes()
         mine = comm.rank == source
-        states, shapes = (None, parts) if mine else _read(text, source)
+        states, shapes = (None, parts) if mine else _read(text, comm.sites[source])
         found = _sent(comm, source, shapes)
-        all_came(comm, digest(b"", found), f"what site {source} sent", source)
+        all_came(comm, digest(b"", found), f"what {comm.sites[source].called} sent", source)
         if mine:
             return
         try:
             self._load(rebuilt(states, found))
         except (ValueError, TypeError, LookupError, RuntimeError, AttributeError) as error:
-            what = "the optimizer states of site"
-            raise ExchangeError(f"{what} {source} do not fit this site's: {error}") from error
+            what = f"the optimizer states of {comm.sites[source].called}"
+            raise ExchangeError(f"{what} do not fit this site's: {error}") from error
 
     @property
     def optimizer_states(self) -> dict[str, Any]:
@@ -132,14 +135,14 @@ class ReplicaState:
         optimizer.load_state_dict(own)
 
 
-def _read(text: bytes, source: int) -> tuple[Any, list[Tensor]]:
+def _read(text: bytes, source: Site) -> tuple[Any, list[Tensor]]:
     """Decodes optimizer states and meta tensors of their shapes; else raises ExchangeError."""
     try:
         said = json.loads(text)
         shapes = [told_shape(code, sizes) for code, sizes in said["tensors"]]
         return said["states"], [torch.empty(s.sizes, dtype=s.dtype, device="meta") for s in shapes]
     except (ValueError, TypeError, LookupError, RecursionError) as error:
-        what = f"the optimizer states of site {source} cannot be read"
+        what = f"the optimizer states of {source.called} cannot be read"
         raise ExchangeError(f"{what}: {type(error).__name__}") from error
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from outergrad.comm.failure_report import LastStep
 from outergrad.commit.participant import CommitParticipant
+from outergrad.core.sites import Site
 from outergrad.core.transport import Comm
 from outergrad.record.stats import Stats
 from outergrad.step.transport_state import on_transport
@@ -33,6 +34,11 @@ class Membership:
         self.stats = Stats(total_sent_bytes=comm.sent_bytes)
         self.lost_step: int | None = None
         self.attached = True
+
+    @property
+    def me(self) -> Site:
+        """This site, which knows its name."""
+        return self.comm.sites[self.comm.rank]
 
     @property
     def others(self) -> list[int]:

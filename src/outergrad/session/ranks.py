@@ -12,6 +12,7 @@ from outergrad.capture.changes import ModelWatch
 from outergrad.capture.claims import HeldHooks
 from outergrad.capture.parameters import WatchedParameter
 from outergrad.comm.words import words_of_all
+from outergrad.commit.lost import named
 from outergrad.core.transport import Comm
 from outergrad.core.types import StateDict
 from outergrad.planning.plan import Planner
@@ -143,7 +144,9 @@ class OneRank:
             tensors: by name, in an order that is the same on all sites; None for a missing one.
         """
         gather = partial(words_of_all, self._comm, lane=LANE)
-        return compared(gather, tensors, [range(self._comm.world_size)])
+        return compared(
+            gather, tensors, [range(self._comm.world_size)], partial(named, self._comm.sites)
+        )
 
     def make_all_equal(self, replica: ReplicaState) -> bool:
         """Makes every replica that of site 0; returns whether two differed."""

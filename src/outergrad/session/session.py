@@ -94,10 +94,16 @@ class Session:
         about = (settings.method, model, compressors, inspection.every)
         self._reporter = reporter = Reporter(settings.recorders, ranks.number, ranks.count, *about)
         ranks.report(reporter)
-        mishaps = Mishaps(model.params, ranks.number, settings.max_bad_steps, reporter.mishap)
+        mishaps = Mishaps(
+            model.params,
+            ranks.number,
+            lambda: at.comm.sites,
+            settings.max_bad_steps,
+            reporter.mishap,
+        )
         told = (settings, ranks, reporter, mishaps, self._on_joint)
         self._exchange = exchange = Exchange(inspection, at, *told)
-        self._tentative = Tentative(model.params, compressors, lambda: at.comm.rank)
+        self._tentative = Tentative(model.params, compressors, lambda: at.me)
         parts = (ranks, reporter, mishaps, self._tentative)
         self._core = core = Core(at, exchange, RunningStep(), *parts)
         self._choosing = choosing_of(compressors, model, comm, fingerprint)
@@ -542,9 +548,9 @@ class Session:
         votes = self._exchange.votes
         if self._exchange.several and at.group.lost is None and not votes.is_settled:
             _LOG.warning(
-                "site %d: %s given up without session.detach(): this "
+                "%s: %s given up without session.detach(): this "
                 "site has not compared what the sites received in %s",
-                at.comm.rank,
+                at.me.called,
                 what,
                 votes.about,
             )

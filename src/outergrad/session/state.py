@@ -27,7 +27,8 @@ class Owner:
     Attributes:
         method: the method and its settings, as text.
         model: the trained part of the model.
-        rank: this site.
+        rank: number of this site.
+        called: this site in words.
         sites: number of sites.
         local: names of the parameters that each site keeps to itself.
     """
@@ -35,6 +36,7 @@ class Owner:
     method: str
     model: Model
     rank: int
+    called: str
     sites: int
     local: tuple[str, ...] = ()
 
@@ -165,8 +167,8 @@ def _check_own(state: StateDict, owner: Owner) -> None:
         )
     if state["rank"] != owner.rank:
         raise ValueError(
-            f"the state is of site {state['rank']}, this is site {owner.rank}: load what this "
-            f"site saved"
+            f"the state is of rank {state['rank']}, and {owner.called} has rank {owner.rank}: load "
+            f"what this site saved"
         )
 
 
@@ -174,12 +176,12 @@ def _check_all(states: Sequence[StateDict]) -> None:
     for index, state in enumerate(states):
         if (state["rank"], state["sites"]) != (index, len(states)):
             raise ValueError(
-                f"state {index} of the list of {len(states)} is of site {state['rank']} of "
+                f"state {index} of the list of {len(states)} is of rank {state['rank']} of "
                 f"{state['sites']}: pass those of all sites, in the order of their ranks"
             )
         if state["step"] != states[0]["step"]:
             raise ValueError(
-                f"the state of site {index} was saved after step {state['step']}, that of site 0 "
+                f"the state of rank {index} was saved after step {state['step']}, that of rank 0 "
                 f"after step {states[0]['step']}: {_REMEDY}"
             )
 

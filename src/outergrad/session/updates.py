@@ -45,9 +45,10 @@ class SharedGradients:
     """
 
     remedies: ClassVar = {
-        "raise": f"call session.make_equal() on every site to take site 0's and go on, or {_MEND}",
-        "warn": "call session.make_equal() on every site to take site 0's",
-        "mend": "all sites take site 0's",
+        "raise": f"call session.make_equal() on every site to take the first one's and go on, or "
+        f"{_MEND}",
+        "warn": "call session.make_equal() on every site to take the first one's",
+        "mend": "all sites take the first one's",
     }
     follows_nodes, are_own = True, False
 
@@ -322,4 +323,4 @@ class SharedChanges(SharedGradients):
             self.outer.start_here()
 
     def _refuse_uncounted(self, name: str, why: str) -> None:
-        raise RuntimeError(f"LocalSteps: site {self._at.comm.rank} {why.format(name=repr(name))}")
+        raise RuntimeError(f"LocalSteps: {self._at.me.called} {why.format(name=repr(name))}")

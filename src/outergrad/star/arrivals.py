@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +12,8 @@ from outergrad.core.errors import ExchangeError
 from outergrad.star.frames import ALL, Frame, Kind
 from outergrad.star.window import cost_of
 
+Named = Callable[[int], str]
+"""Returns the name of a sender."""
 EARLY_BYTES = 1 << 30
 """Bytes that a sender may always be ahead of the collectives that this site has started."""
 _COLLECTIVES, _TIMES = 1 << 10, 4
@@ -67,13 +69,13 @@ class _Message:
     def is_whole(self) -> bool:
         return self.room is not None and self.here == len(self.room)
 
-    def take(self, frame: Frame) -> None:
+    def take(self, frame: Frame, named: Named) -> None:
         if self.room is None:
             self.early.append(frame)
             return
         if frame.offset != self.here or frame.total != len(self.room):
             raise ExchangeError(
-                f"{_named(frame.sender)} sent {frame.total} bytes, where {len(self.room)} were "
+                f"{named(frame.sender)} sent {frame.total} bytes, where {len(self.room)} were "
                 f"agreed",
                 () if frame.sender == ALL else (frame.sender,),
             )
@@ -83,9 +85,14 @@ class _Message:
 
 
 class Arrival:
-    """The messages that come for one collective; callers hold the lock of the line."""
+    """The messages that come for one collective; callers hold the lock of the line.
 
-    def __init__(self) -> None:
+    Args:
+        named: returns the name of a sender.
+    """
+
+    def __init__(self, named: Named) -> None:
+        self._named = named
         self._messages: dict[int, _Message] = {}
         self._kind: Kind | None = None
         self._error: ExchangeError | None = None
@@ -107,7 +114,7 @@ class Arrival:
         self.changes += 1
         try:
             self._check(frame.kind, frame.sender)
-            self._messages.setdefault(frame.sender, _Message()).take(frame)
+            self._messages.setdefault(frame.sender, _Message()).take(frame, self._named)
         except ExchangeError as error:
             self._error = self._error or error
 
@@ -129,15 +136,15 @@ class Arrival:
         for sender, message in early.items():
             for frame in message.early:
                 self._check(frame.kind, sender)
-                self._messages[sender].take(frame)
+                self._messages[sender].take(frame, self._named)
 
     def _check(self, kind: Kind, sender: int) -> None:
         if self._kind is None:
             return
         if kind != self._kind or sender not in self._messages:
             raise ExchangeError(
-                f"{_named(sender)} sent a part of a {kind.name.lower()}, where nothing of it, or a "
-                f"{self._kind.name.lower()}, was agreed",
+                f"{self._named(sender)} sent a part of a {kind.name.lower()}, where nothing of it, "
+                f"or a {self._kind.name.lower()}, was agreed",
                 () if sender == ALL else (sender,),
             )
 
@@ -161,7 +168,3 @@ def _room(nbytes: int) -> np.ndarray:
         return np.empty(nbytes, np.uint8)
     except (MemoryError, ValueError) as error:
         raise ExchangeError(f"there is no room for a message of {nbytes} bytes") from error
-
-
-def _named(sender: int) -> str:
-    return "the hub" if sender == ALL else f"site {sender}"

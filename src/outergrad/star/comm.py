@@ -52,7 +52,7 @@ class StarComm(Comm):
         self.cost = (StarCost if seal is None else BlindStarCost)(self.world_size)
         self.patience_s = patience_s
         self.sent_bytes = self.received_bytes = 0
-        if self.world_size > 1:
+        if self.world_size > 1 or min_sites is not None:  # else nobody could come back
             self.board = StarBoard(line, patience_s, seal)
 
     def all_reduce(self, t: Tensor) -> StarWork | Ready:

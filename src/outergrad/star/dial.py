@@ -12,12 +12,20 @@ from outergrad._printable import printable
 from outergrad.star.authority import Kit
 from outergrad.star.frames import Stream
 from outergrad.star.line import Line
+from outergrad.star.line_watch import LineWatch
 from outergrad.star.server import KEEPALIVE, METHOD, SERVICE
 
 _AGAIN_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _FLUSH_S = 2.0
 """Seconds that a process which ends waits until the hub has what it sent."""
-_OPTIONS = (*KEEPALIVE, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
+_DIAL_MS = 5000
+"""Longest time of one attempt: after it a cable that is back is tried anew."""
+_OPTIONS = (
+    *KEEPALIVE,
+    ("grpc.min_reconnect_backoff_ms", _DIAL_MS),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+)
 _FINAL = {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED}
 """Status codes after which it would be no use to dial again."""
 
@@ -39,12 +47,13 @@ class Dialler:
         self._call: grpc.Call | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="star line", daemon=True)
+        self._watch = LineWatch(line, address, kit, patience_s)
         self._thread.start()
         _DIALLERS.add(self)
 
     def _run(self) -> None:
         heard_at, pause_s = time.monotonic(), _AGAIN_S
-        while not self._is_done():
+        while not (self._is_done() or self._line.has_failed):
             began = time.monotonic()
             was_welcome, error = self._stream()
             if was_welcome:
@@ -85,6 +94,7 @@ class Dialler:
 
     def _hang_up(self) -> None:
         self._line.wait_for(lambda: self._line.is_flushed or not self._line.is_ready, _FLUSH_S)
+        self._watch.end()
         self._line.fail("this site has left")
         if self._call is not None:
             self._call.cancel()

@@ -184,6 +184,10 @@ class HubFolder:
         """Returns the site of this name; None if it may not take part."""
         return next((s for s in self.sites() if s.name == name and not s.revoked), None)
 
+    def is_revoked(self, name: str) -> bool:
+        """True if a site was invited, and then revoked."""
+        return any(site.name == name and site.revoked for site in self.sites())
+
     def identity(self, of: str) -> Identity:
         """Returns the identity of the "authority" or the "hub".
 

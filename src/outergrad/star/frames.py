@@ -16,6 +16,8 @@ MOST_BYTES = 1 << 20
 MOST_MESSAGE_BYTES = MOST_BYTES + (1 << 16)
 """Most bytes of a gRPC message, which holds one or more frames."""
 LANES = 8
+AWAY = "away"
+"""Name of the hub's own text: a list of the ranks of the sites that it waits for."""
 ALL = 0xFFFF
 """Rank in place of a recipient, if there is no single one; as a sender, the hub."""
 

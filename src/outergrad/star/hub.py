@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from outergrad.star.frames import Hello, Welcome, packed, unpacked
 from outergrad.star.run import Member, Run, Stream, Told
+from outergrad.star.sentences import going_on_with
 
 GRACE_S = 0.8
 """Seconds that a site may be away before the others are told that it is lost."""
@@ -38,6 +39,25 @@ class Hub:
         self._runs: list[Run] = []
         self._count = 0
 
+    def expect(self, names: Sequence[str]) -> None:
+        """Sets the sites of runs that begin from now on, in rank order.
+
+        A run that waits for sites waits for these instead; its members call again, and are told.
+        """
+        with self._lock:
+            if tuple(names) == self._names:
+                return
+            self._names = tuple(names)
+            for run in self._runs:
+                if not run.is_ready and not run.epoch:
+                    self._change(run, names)
+
+    def _change(self, run: Run, names: Sequence[str]) -> None:
+        for member in list(run.members.values()):
+            if member.name not in names:
+                self._lose(run, member, "it may not take part any more")
+        run.expect(names)
+
     def enter(self, name: str, hello: Hello, peer: str = "") -> tuple[Run, Member, Stream]:
         """Begins a stream of a site.
 
@@ -52,7 +72,8 @@ class Hub:
         """
         with self._lock:
             if name not in self._names:
-                raise RefusedError(f"site {name!r} does not take part in this run")
+                sites = ", ".join(self._names)
+                raise RefusedError(f"{name!r} does not take part in this run, which is of {sites}")
             run, member = self._known(name, hello) or self._new(name, hello, peer)
             stream, back = Stream(), member.pipe.heard > 0
             if member.stream is not None:
@@ -71,6 +92,11 @@ class Hub:
                     if member.is_gone and not member.has_left:
                         raise RefusedError(f"{name!r} was away for longer than {self._grace_s:g} s")
                     return run, member
+        if hello.run > self._count:
+            raise RefusedError(
+                f"the hub was started anew, and does not know run {hello.run} of before: start all "
+                f"sites again"
+            )
         if hello.run:
             raise RefusedError(f"run {hello.run} is over, or the hub was started anew")
         return None
@@ -95,7 +121,7 @@ class Hub:
             own = run.member_of(name)
             if own is not None and (run.number == hello.after or own in run.waiting):
                 own.has_left = True
-                run.leave(own, f"it goes on with {', '.join(hello.sites)}")
+                run.leave(own, going_on_with(hello.sites))
         for before in (run for run in self._runs if run.number == hello.after):
             if not any(run.is_after(hello.after) for run in self._runs):
                 self._check_going_on(name, hello, before)
@@ -133,7 +159,7 @@ class Hub:
             if refusal:
                 self._tell("refused", run=run.number, site=member.name, why=refusal)
             if member.end(stream, refusal) and not member.is_gone:
-                self._tell("away", run=run.number, site=member.name)
+                self._tell("away", run=run.number, site=member.name, grace_s=self._grace_s)
 
     def take(self, run: Run, member: Member, stream: Stream, message: bytes) -> None:
         """Takes a message that came on a stream.
@@ -186,6 +212,7 @@ class Hub:
                         self._lose(run, member, f"its line was down for {self._grace_s:g} s")
                     elif not _has_ended(member) and (why := why_not(member)):
                         self._lose(run, member, why)
+                run.show_who_is_away()
             self._runs = [run for run in self._runs if not _is_over(run)]
 
     def end_all(self, why: str) -> None:

@@ -8,14 +8,17 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
 from outergrad._printable import printable
 from outergrad.core.errors import ExchangeError, Failure
+from outergrad.core.sites import Site
 from outergrad.star.arrivals import Arrival, Early
 from outergrad.star.frames import (
     ALL,
+    AWAY,
     DATA,
     Frame,
     Hello,
@@ -27,6 +30,7 @@ from outergrad.star.frames import (
     packed,
     unpacked,
 )
+from outergrad.star.news import Snapshot
 from outergrad.star.pipe import Pipe
 from outergrad.star.window import WINDOW_BYTES, Outgoing, Window, cost_of, heard_in
 
@@ -58,7 +62,9 @@ class Line:
         self._pipe, self._window = Pipe(), Window()
         self._out = Outgoing(self._pipe, self._window)
         self._numbers: Counter[int] = Counter()
-        self._arrivals: defaultdict[tuple[int, int], Arrival] = defaultdict(Arrival)
+        self._arrivals: defaultdict[tuple[int, int], Arrival] = defaultdict(
+            lambda: Arrival(self.named)
+        )
         self._early = Early()
         self._questions = Questions()
         self._owed, self._hurried = 0, False
@@ -73,6 +79,10 @@ class Line:
         """Reasons why sites left or are lost, by rank."""
         self.texts: dict[tuple[int, str], str] = {}
         """Texts that sites have left, by rank and name."""
+        self._away = frozenset[int]()
+        self._down_since: float | None = time.monotonic()
+        self._obstacle = ""
+        self._waits: tuple[float, float] | None = None
 
     # -- texts, questions and farewells, outside of collectives ---------------------------------
 
@@ -126,6 +136,15 @@ class Line:
         with self.changed:
             self._out.clear()
 
+    @contextmanager
+    def waits_for_others(self, wait_s: float) -> Iterator[None]:
+        """Context in which this site waits for other sites, up to `wait_s` seconds."""
+        self._waits = time.monotonic(), wait_s
+        try:
+            yield
+        finally:
+            self._waits = None
+
     def wait_for(self, done: Callable[[], bool], wait_s: float) -> bool:
         """Waits until `done()` holds, or nothing can come any more; returns whether it holds."""
         with self.changed:
@@ -143,6 +162,12 @@ class Line:
         return self.failure is not None
 
     # -- for streams -------------------------------------------------------------------------------
+
+    def named(self, sender: int) -> str:
+        """Returns the name of a site, or of the hub."""
+        if sender == ALL:
+            return "the hub"
+        return self.names[sender] if sender < len(self.names) else Site(sender).called
 
     def hello(self) -> bytes:
         """Returns the first message on a stream."""
@@ -203,6 +228,7 @@ class Line:
         self.epoch = welcome.epoch
         self._pipe.resume(welcome.heard)
         stream.is_welcome = True
+        self._down_since, self._obstacle = None, ""
 
     def _hear(self, frame: Frame) -> None:
         if frame.kind in DATA:
@@ -215,12 +241,15 @@ class Line:
             after, sites = json.loads(bytes(frame.payload))
             self.invitation = after, sites
         elif frame.kind == Kind.READY:
-            self.is_ready = True
+            self.is_ready, self._away = True, frozenset()
         elif frame.kind == Kind.GONE:
             self.gone[frame.sender] = printable(_text(frame))
         elif frame.kind == Kind.TEXT:
             name, _, text = _text(frame).partition("\n")
-            self.texts[frame.sender, name] = text
+            if (frame.sender, name) == (ALL, AWAY):
+                self._away = _ranks_in(text, len(self.names))
+            else:
+                self.texts[frame.sender, name] = text
         elif frame.kind == Kind.FAULT:
             sites = () if frame.sender == ALL else (frame.sender,)
             self.failure = self.failure or ExchangeError(printable(_text(frame)), sites)
@@ -229,7 +258,32 @@ class Line:
         """Notes that a stream has ended."""
         with self.changed:
             stream.is_over = True
+            self._down_since = self._down_since or time.monotonic()
             self.changed.notify_all()
+
+    # -- for people ------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """Returns the state of this line now, for people."""
+        with self.changed:
+            return Snapshot(
+                at=time.monotonic(),
+                names=self.names,
+                rank=self.rank,
+                is_ready=self.is_ready,
+                epoch=self.epoch,
+                away=self._away,
+                gone=dict(self.gone),
+                down_since=self._down_since,
+                obstacle=self._obstacle,
+                waits=self._waits,
+            )
+
+    def hinder(self, why: str) -> None:
+        """Notes why the hub is not reached, while the line is down."""
+        with self.changed:
+            if self._down_since is not None:
+                self._obstacle = why
 
     def fail(self, why: str) -> None:
         """Notes that the hub is out of reach for good."""
@@ -305,18 +359,26 @@ class Line:
             # An acknowledgement of this site's own messages counts as movement, too.
             left = max(since, self._moved_at) + patience_s - now
             if left <= 0:
-                sites = () if ALL in missing else tuple(sorted(missing))
-                raise ExchangeError(Failure.TIMEOUT.value, sites, kind=Failure.TIMEOUT)
+                self._raise_timeout(missing)
             self.changed.wait(min(left, _WAIT_S))
 
     def _raise_gone(self, missing: set[int]) -> None:
         gone = sorted(self.gone if ALL in missing else missing & self.gone.keys())
         if gone:
-            raise ExchangeError(Failure.CLOSED.value, gone, kind=Failure.CLOSED)
+            told = "; ".join(f"{self.named(site)} is gone: {self.gone[site]}" for site in gone)
+            raise ExchangeError(f"{Failure.CLOSED.value}: {told}", gone, kind=Failure.CLOSED)
+
+    def _raise_timeout(self, missing: set[int]) -> None:
+        """Raises an error about the sites that are late, or the hub if this site's line is down."""
+        if self._down_since is not None:
+            why = self._obstacle or "this site's line to it is down"
+            raise ExchangeError(f"the hub is out of reach: {why}", kind=Failure.TRANSPORT)
+        sites = () if ALL in missing else tuple(sorted(missing))
+        raise ExchangeError(Failure.TIMEOUT.value, sites, kind=Failure.TIMEOUT)
 
     def _raise_refused(self, missing: set[int]) -> None:
         if refused := sorted(missing & self._early.refused):
-            who = ", ".join(self.names[site] for site in refused)
+            who = ", ".join(map(self.named, refused))
             raise ExchangeError(f"{who} sent far more than this site has asked for", refused)
 
     def _raise_failure(self) -> None:
@@ -328,3 +390,13 @@ class Line:
 
 def _text(frame: Frame) -> str:
     return bytes(frame.payload).decode(errors="replace")
+
+
+def _ranks_in(text: str, sites: int) -> frozenset[int]:
+    """Reads ranks in a text of the hub; none if it cannot be read."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return frozenset()
+    listed = found if isinstance(found, list) else []
+    return frozenset(one for one in listed if type(one) is int and 0 <= one < sites)

@@ -9,8 +9,9 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
-from outergrad.star.frames import ALL, DATA, Frame, Kind, MalformedError
+from outergrad.star.frames import ALL, AWAY, DATA, Frame, Kind, MalformedError
 from outergrad.star.pipe import Pipe
+from outergrad.star.sentences import LEFT, going_on_with
 from outergrad.star.slots import Slots
 from outergrad.star.sums import DTYPES, added, refuse_if_none
 from outergrad.star.window import TEXTS, WINDOW_BYTES, Window, cost_of, heard_in
@@ -51,6 +52,7 @@ class Member:
         """True if the others were told that the site is gone, for whatever reason."""
         self._owed, self._hurried = 0, False
         self._unheard = 0
+        self._shown, self._is_showing = f"{AWAY}\n[]".encode(), False
 
     def begin(self, stream: Stream, heard: int) -> None:
         """Begins a new stream in place of the one before; the site has all frames up to `heard`."""
@@ -66,6 +68,23 @@ class Member:
             self.stream, self.away_since = None, time.monotonic()
         self.changed.notify_all()
         return is_current
+
+    def moves(self, rank: int) -> None:
+        """Takes another rank, before the run begins; ends the stream, so that the site is told."""
+        self.rank = rank
+        if self.stream is not None:
+            self.end(self.stream)
+
+    def show(self, text: Frame) -> None:
+        """Sends the site a text of the hub, unless it has it; one at a time is on its way."""
+        if self.stream is None or self._is_showing or text.payload == self._shown:
+            return
+        self._shown, self._is_showing = bytes(text.payload), True
+        self.pipe.push(text, self._was_shown)
+        self.changed.notify_all()
+
+    def _was_shown(self) -> None:
+        self._is_showing = False
 
     def push(self, frame: Frame, taken: Taken | None = None) -> None:
         """Sends the site a frame, whose arrival `taken` counts."""
@@ -192,7 +211,15 @@ class Run:
     def join(self, member: Member, peer: str) -> None:
         """Adds a process, which comes from the address `peer`."""
         self.members[member.rank] = member
-        self._tell("joined", run=self.number, site=member.name, peer=peer)
+        missing = [name for rank, name in enumerate(self.names) if rank not in self.members]
+        self._tell("joined", run=self.number, site=member.name, peer=peer, missing=missing)
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Waits for these sites from now on, before the run begins."""
+        members, self.names = self.members.values(), tuple(names)
+        self.members = {names.index(one.name): one for one in members}
+        for rank, member in self.members.items():
+            member.moves(rank)
 
     def begin_if_all_are_there(self) -> None:
         """Begins once all sites are connected now: one that is away may be gone for good."""
@@ -221,6 +248,19 @@ class Run:
         else:
             self._tell("began", run=self.number, sites=sites)
         self._to_all(Frame(Kind.READY, run=self.number))
+
+    def show_who_is_away(self) -> None:
+        """Tells the sites for which others the hub waits, when that has changed."""
+        away = [rank for rank in range(len(self.names)) if self._is_away(rank)]
+        payload = f"{AWAY}\n{json.dumps(away)}".encode()
+        for member in self.members.values():
+            member.show(Frame(Kind.TEXT, payload, run=self.number))
+
+    def _is_away(self, rank: int) -> bool:
+        member = self.members.get(rank)
+        if member is None:
+            return not self.is_ready
+        return member.stream is None and not member.is_gone
 
     def note_coming(self, names: Sequence[str]) -> None:
         """Writes the names of sites that wait for admission on the board, if they have changed."""
@@ -313,7 +353,7 @@ class Run:
         _ACTIONS[frame.kind](self, member, frame)
 
     def _name_of(self, rank: int) -> str:
-        return repr(self.names[rank]) if rank < len(self.names) else f"site {rank}"
+        return repr(self.names[rank]) if rank < len(self.names) else f"rank {rank}"
 
     def _gather(self, member: Member, frame: Frame) -> None:
         self._to_others(member, frame, [(member, frame.lane, cost_of(frame))])
@@ -321,7 +361,7 @@ class Run:
     def _each(self, member: Member, frame: Frame) -> None:
         to = self.members.get(frame.recipient)
         if to is None or to is member:
-            raise MalformedError(f"a frame for site {frame.recipient}")
+            raise MalformedError(f"a frame for {self._name_of(frame.recipient)}")
         relay(frame, _reached([to]), [(member, frame.lane, cost_of(frame))])
 
     def _sum(self, member: Member, frame: Frame) -> None:
@@ -376,7 +416,8 @@ class Run:
 
     def _left(self, member: Member, frame: Frame) -> None:
         member.has_left = True
-        self.leave(member, "it left")
+        others = self.goes_on_with() or []
+        self.leave(member, going_on_with(others) if member.name in others else LEFT)
 
     def _to_others(self, member: Member, frame: Frame, owed: list) -> None:
         relay(frame, _reached([m for m in self.members.values() if m is not member]), owed)

@@ -104,7 +104,7 @@ class Seal:
         try:
             return key.decrypt(nonce, payload, self._of(sender))
         except InvalidTag:
-            told = f"what came from site {sender} was not encrypted by it"
+            told = f"what came from {self._names[sender]} was not encrypted by it"
             raise ExchangeError(told, (sender,)) from None
 
     def _pair(self, rank: int, announcement: str) -> AESGCM:

@@ -7,7 +7,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,9 @@ from outergrad.star.folder import HubFolder
 from outergrad.star.frames import MOST_MESSAGE_BYTES, Hello, MalformedError, unpacked
 from outergrad.star.hub import GRACE_S, Hub, RefusedError
 from outergrad.star.journal import Journal, Repeats
+from outergrad.star.roster import Roster
 from outergrad.star.run import Member, Run, Stream
+from outergrad.star.sentences import sentence
 from outergrad.star.window import WINDOW_BYTES
 
 
@@ -78,6 +81,8 @@ _OF_SERVER = (
 )
 _WATCH_S = 0.1
 _STREAMS_PER_SITE = 4
+_LATER = 64
+"""Sites that may be invited while the hub serves, besides those that it begins with."""
 _WAITING = 16
 """Most ungreeted connections of one address, besides those that its sites may need."""
 
@@ -90,10 +95,10 @@ class HubServer:
         listen: address and port of this machine; port 0 chooses one.
         sites: names of the sites that take part, in rank order; None for all that were invited.
         grace_s: seconds that a site may be away before the others are told that it is lost.
+        say: called with a sentence about each event, in the names of sites; must not block.
 
     Attributes:
         port: on which the hub listens.
-        names: of the sites, in rank order.
 
     Raises:
         ValueError: a site was not invited, or there is none.
@@ -106,22 +111,25 @@ class HubServer:
         listen: str,
         sites: Sequence[str] | None = None,
         grace_s: float = GRACE_S,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._folder, self.names = folder, _names(folder, sites)
+        self._folder, self._say = folder, say
+        self._roster = Roster(folder, sites, self._speak)
+        names = self.names
         refuse_taken(listen)
         identity = folder.identity("hub")
         self._journal = Journal(folder.log_file, identity)
-        self._journal.write("started", listen=listen, sites=list(self.names))
+        self._journal.write("started", listen=listen, sites=names)
         if self._journal.failure:
             raise OSError(f"{folder.log_file}: cannot be written: {self._journal.failure}")
-        self._repeats = Repeats(self._journal.write)
-        self._hub = Hub(self.names, self._repeats.write, grace_s)
-        self._open: dict[str, int] = dict.fromkeys(self.names, 0)
+        self._repeats = Repeats(self._tell)
+        self._hub = Hub(names, self._repeats.write, grace_s)
+        self._open = Counter[str]()
         self._certificates: weakref.WeakKeyDictionary[Member, Certificate] = (
             weakref.WeakKeyDictionary()
         )
         self._lock, self._ended = threading.Lock(), threading.Event()
-        streams, most = _STREAMS_PER_SITE * len(self.names), most_connections()
+        streams, most = _STREAMS_PER_SITE * len(names), most_connections()
         self._pace = Pace()
         self._ungreeted: dict[grpc.ServicerContext, float] = {}
         self._connections = Connections(self._shut, streams + _WAITING, max(most // 2, 1))
@@ -129,7 +137,7 @@ class HubServer:
             ("grpc.max_allowed_incoming_connections", most),
             ("grpc.max_concurrent_streams", _STREAMS_PER_SITE + 1),  # of a connection
         )
-        workers = ThreadPoolExecutor(streams + 2, "hub")
+        workers = ThreadPoolExecutor(streams + _STREAMS_PER_SITE * _LATER + 2, "hub")
         self._server = grpc.server(workers, options=[*KEEPALIVE, *_OF_SERVER, *bounds])
         handler = grpc.stream_stream_rpc_method_handler(self._line)
         services = grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler})
@@ -143,6 +151,19 @@ class HubServer:
         except RuntimeError as error:
             raise OSError(f"cannot listen on {listen}: {error}") from None
         self._watcher = threading.Thread(target=self._watch, name="hub watch", daemon=True)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the sites that a new run waits for, in rank order."""
+        return self._roster.names()
+
+    def _tell(self, what: str, **facts: Any) -> None:
+        self._journal.write(what, **facts)
+        self._speak(what, **facts)
+
+    def _speak(self, what: str, **facts: Any) -> None:
+        if told := sentence(what, facts):
+            self._say(told)
 
     def start(self) -> None:
         """Begins to listen."""
@@ -174,6 +195,7 @@ class HubServer:
             self._hub.end_all(self._no_log)
         if self._journal.try_again():
             self._hub.watch(self._why_not_any_more)
+            self._hub.expect(self.names)
         self._end_ungreeted()
         self._connections.look(self.port)
         self._repeats.flush()
@@ -219,6 +241,8 @@ class HubServer:
         self._ended.wait(self._pace.wait_s(name_in(certificate)))
         name = self._admitted(certificate)  # again: the greeting may come long after the stream
         hello = Hello.of(unpacked(first)[0])
+        self._roster.note_call(name)
+        self._hub.expect(self.names)
         run, member, stream = self._hub.enter(name, hello, context.peer())
         self._certificates[member] = certificate
         if not context.add_callback(lambda: self._hub.leave(run, member, stream)):
@@ -250,9 +274,12 @@ class HubServer:
 
     def _why_not(self, certificate: Certificate) -> str:
         """Returns why the owner of a certificate may not take part now; empty if it may."""
-        site = self._folder.site(name_in(certificate))
+        name = name_in(certificate)
+        site = self._folder.site(name)
         if site is None:
-            return "is not invited, or was revoked"
+            return "was revoked" if self._folder.is_revoked(name) else "is not invited"
+        if not self._roster.admits(name):
+            return "is not among the sites for which this hub was started (--sites)"
         if site.serial != certificate.serial_number:
             return "came with a kit that a later one has replaced"
         # TLS checks this, too, but not on an open stream, nor when a TLS session is resumed
@@ -278,29 +305,15 @@ def _certificate_of(context: grpc.ServicerContext) -> Certificate:
     return read_certificate(bytes(pem))
 
 
-def _names(folder: HubFolder, sites: Sequence[str] | None) -> list[str]:
-    invited = [site.name for site in folder.sites() if not site.revoked]
-    names = invited if sites is None else list(sites)
-    if not names:
-        raise ValueError("no site is invited yet: `outergrad hub invite SITE` writes a kit")
-    for name in names:
-        if name not in invited:
-            raise ValueError(f"no site {name!r} is invited: there are {', '.join(invited)}")
-    return names
-
-
 class _counted:  # noqa: N801  (used as a function)
     """Counts the streams of a site while one is open; refuses one too many."""
 
-    def __init__(self, streams: dict[str, int], name: str, lock: Any) -> None:
+    def __init__(self, streams: Counter[str], name: str, lock: Any) -> None:
         self._streams, self._name, self._lock = streams, name, lock
 
     def __enter__(self) -> None:
         with self._lock:
-            count = self._streams.get(self._name)
-            if count is None:
-                raise RefusedError(f"{self._name!r} does not take part in this run")
-            if count >= _STREAMS_PER_SITE:
+            if self._streams[self._name] >= _STREAMS_PER_SITE:
                 raise RefusedError(f"{self._name!r} has too many streams")
             self._streams[self._name] += 1
 

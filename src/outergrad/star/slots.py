@@ -255,10 +255,10 @@ class Slots:
             self._tell("gives up", site=self._name(owner), **about)
 
     def _name(self, rank: int) -> str:
-        return self._sites.names[rank] if rank < len(self._sites.names) else f"site {rank}"
+        return self._sites.names[rank] if rank < len(self._sites.names) else f"rank {rank}"
 
     def _named(self, rank: int) -> str:
-        return repr(self._sites.names[rank]) if rank < len(self._sites.names) else f"site {rank}"
+        return repr(self._sites.names[rank]) if rank < len(self._sites.names) else f"rank {rank}"
 
     def _text(self, key: str) -> str | None:
         found = self._contents.get(key.encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
@@ -24,21 +25,22 @@ if TYPE_CHECKING:
     from outergrad.star.sealing import Seal
 
 
+class NoRunError(RuntimeError):
+    """A run around a hub did not begin: the hub is out of reach, refuses, or sites did not come."""
+
+
 def wait_until_ready(line: Line, wait_s: float) -> None:
     """Waits until all sites are connected, or the sites that train admit this one.
 
     Raises:
-        RuntimeError: some have not come in time, or the hub cannot be reached.
+        NoRunError: some have not come in time, or the hub cannot be reached.
     """
-    if line.wait_for(lambda: line.is_ready or line.invitation is not None, wait_s):
-        return
+    with line.waits_for_others(wait_s):
+        if line.wait_for(lambda: line.is_ready or line.invitation is not None, wait_s):
+            return
     if line.failure is not None:
-        raise RuntimeError(str(line.failure)) from line.failure
-    raise RuntimeError(
-        f"not all of the sites {', '.join(line.names)} came within {wait_s:g} s"
-        if line.names
-        else f"the hub did not answer within {wait_s:g} s"
-    )
+        raise NoRunError(str(line.failure)) from line.failure
+    raise NoRunError(line.snapshot().who_did_not_come(wait_s))
 
 
 def exchange_texts(
@@ -80,6 +82,12 @@ WhenLost = Literal["raise", "go on"]
 FEWEST_SITES = 2
 
 
+_ALONE = (
+    "og.Star: min_sites=1: a site that is left alone goes on, and learns from its own data alone "
+    "until another one is back"
+)
+
+
 @dataclass(eq=False)
 class Star:
     """Sites around a hub (`outergrad hub serve`), to which each dials out, with mutual TLS.
@@ -97,7 +105,8 @@ class Star:
             without it. The step under way then counts on all sites that are left, or on none. All
             of them raise `og.SitesChangedError` once, in this step if it counts on none and in the
             next one otherwise, and go on.
-        min_sites: least number of sites that go on; with fewer, all raise.
+        min_sites: least number of sites that go on; with fewer, all raise. With 1, a site that is
+            left alone goes on by its own data until others come back: a warning says so.
 
     Raises:
         ValueError: a setting is not valid.
@@ -125,8 +134,10 @@ class Star:
             raise ValueError(f"og.Star: blind={self.blind!r}: pass True or False")
         if self.when_lost not in get_args(WhenLost):
             raise ValueError(f"og.Star: when_lost={self.when_lost!r}: pass 'raise' or 'go on'")
-        if type(self.min_sites) is not int or self.min_sites < FEWEST_SITES:
-            raise ValueError(f"og.Star: min_sites={self.min_sites!r}: sites go on from 2 on")
+        if type(self.min_sites) is not int or self.min_sites < 1:
+            raise ValueError(f"og.Star: min_sites={self.min_sites!r}: pass 1 or more")
+        if self.min_sites < FEWEST_SITES and self.when_lost == "go on":
+            warnings.warn(_ALONE, stacklevel=3)  # behind __init__
 
     def open(
         self, device: torch.device, *_: Any, timeout: timedelta | None = None, **__: Any

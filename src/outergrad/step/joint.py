@@ -147,10 +147,12 @@ class JointStep:
         """
         odd = next((rank for rank, joint in enumerate(joints) if joint != joints[0]), None)
         if odd is not None:
+            sites = self._comm.sites
             self._waiting.clear()
             raise RuntimeError(
                 f"joint=True: the parts that each site keeps to itself returned other shapes on "
-                f"site {odd} than on site 0: use the same batch size and output width on all sites"
+                f"{sites[odd].called} than on {sites[0].called}: use the same batch size and "
+                f"output width on all sites"
             )
 
     def mean(self, point: Point, delta: Tensor) -> Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
 from outergrad.commit.ballot import Decision
 from outergrad.core.errors import BadStepsError, SiteLostError
+from outergrad.core.sites import Site
 from outergrad.events import Mishap
 from outergrad.linalg.finite import is_finite
 from outergrad.messages.vote import NOTHING, Subjects, Verdict, Vote
@@ -30,6 +31,7 @@ class Mishaps:
     Args:
         params: parameters of the model, in the order of their indices in votes.
         rank: rank of this site.
+        sites: returns all sites, for their names.
         most_bad: how many consecutive steps may be skipped; None if none is.
         tell: is given every event.
 
@@ -41,10 +43,12 @@ class Mishaps:
         self,
         params: Mapping[str, nn.Parameter],
         rank: int,
+        sites: Callable[[], Sequence[Site]],
         most_bad: int | None,
         tell: Callable[[Mishap], None],
     ) -> None:
         self._params, self._rank, self._most_bad, self._tell = params, rank, most_bad, tell
+        self._sites = sites
         self._bad, self.skips_bad = 0, most_bad is not None
 
     def decided(self, decision: Decision, subjects: Subjects) -> None:
@@ -104,8 +108,9 @@ class Mishaps:
         skipped = f"{self._bad} steps one after the other were" if self._bad > 1 else "a step was"
         raise BadStepsError(
             f"{skipped} skipped on all sites, the last one step {vote.step}: the gradient of "
-            f"{layer!r} on site {vote.rank} has NaN or infinities; look at that site's data and "
-            f"losses, lower the learning rate, or allow more (max_bad_steps={self._most_bad})",
+            f"{layer!r} on {self._sites()[vote.rank].called} has NaN or infinities; look at "
+            f"that site's data and losses, lower the learning rate, or allow more "
+            f"(max_bad_steps={self._most_bad})",
             vote.rank,
             vote.step,
             layer,

@@ -164,8 +164,7 @@ class Receiver:
         found = [n for n in own if n in context.used]
         for site, (header, (*flags, total)) in enumerate(zip(context.headers, told, strict=True)):
             if total != sum_of_words(flags):
-                error = RefusedError(f"what site {site} lacks has a wrong checksum", site)
-                ballot.refuse(error, own[0])
+                ballot.refuse(RefusedError("what it lacks has a wrong checksum", site), own[0])
                 return []
             lacks = dict(zip(own, bits(flags, len(own)), strict=True))
             used = dict(zip(own, header.used, strict=True))

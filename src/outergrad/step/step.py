@@ -203,7 +203,8 @@ class SharedStep:
         with self._receiver.waiting():
             words = [part.tolist() for part in self._announced.wait()]
         ours = self.context.header
-        headers = [Header.parse(w, ours, rank) for rank, w in enumerate(words)]
+        pairs = zip(words, self._comm.sites, strict=True)
+        headers = [Header.parse(w, ours, site) for w, site in pairs]
         self._ballot.note_sums(digest(words))
         self._adopt(headers)
         (self._joint or JointStep((), self._comm)).check([header.joint for header in headers])
@@ -374,7 +375,8 @@ class SharedStep:
         if self._receiver.error is not None:
             raise self._receiver.error
         if decision.verdict >= Verdict.REFUSED:
-            raise decision.error(self.subjects, self.context.blocks) from self._ballot.cause
+            sites = self._comm.sites
+            raise decision.error(self.subjects, self.context.blocks, sites) from self._ballot.cause
 
     def send(self) -> None:
         """Starts all messages whose gradients are there; `finish` receives their results.
@@ -573,7 +575,7 @@ class SharedStep:
             raise self.drift
         if self._is_optimistic and decision.verdict == Verdict.REFUSED:
             self._votes.keep_apart(self._ballot, self)  # the others find it out in the next step
-            self.drift = decision.drift()
+            self.drift = decision.drift(self._comm.sites)
             raise self.drift
 
     # -- requests of sites that lack a message or the step --------------------------------------

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from outergrad.capture.optimizer_steps import held, held_by_any
 from outergrad.core.model import Compressors, slots_of
+from outergrad.core.sites import Site
 from outergrad.core.types import Place
 
 
@@ -63,11 +64,11 @@ class Tentative:
     Args:
         params: parameters of the model, by name.
         compressors: compressors of its units.
-        site: returns the rank of this site, for messages.
+        site: returns this site, for messages.
     """
 
     def __init__(
-        self, params: Mapping[str, Tensor], compressors: Compressors, site: Callable[[], int]
+        self, params: Mapping[str, Tensor], compressors: Compressors, site: Callable[[], Site]
     ) -> None:
         self._params, self._compressors, self._site = params, compressors, site
         self._left: dict[str, _Left] = {}
@@ -181,7 +182,7 @@ class Tentative:
             return
         self._warned = True
         warnings.warn(
-            f"on site {self._site()} an optimizer applies another gradient to {others[0]!r} than "
+            f"on {self._site().called} an optimizer applies another gradient to {others[0]!r} than "
             f"the last backward left, and gradients of backward passes before it were taken out "
             f"of param.grad: if they were combined by hand, as in gradient surgery, what error "
             f"feedback had not sent of them is lost. Let backward passes add up in param.grad, or "

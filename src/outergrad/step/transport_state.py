@@ -176,7 +176,7 @@ def note_lost(
 ) -> SiteLostError:
     """Bars the transport from further use; returns the error that every attempt raises."""
     sessions = on_transport(comm.key)
-    sessions.lost = lost_error(comm.rank, step, place, error, found, comm.mesh)
+    sessions.lost = lost_error(comm, step, place, error, found)
     for key in () if comm.mesh is None else comm.mesh.keys:
         on_transport(key).lost = sessions.lost
     goes_on = sessions.participant.goes_on

@@ -17,6 +17,7 @@ from outergrad.checkpoint import checkpoints, resume, writer
 from outergrad.checkpoint.claims import understood
 from outergrad.checkpoint.folder import Save, saves_in
 from outergrad.checkpoint.messaging import gathered, packed, swapped
+from outergrad.core.sites import sites_of
 from ranks import try_ranks
 from sites_that_save import Site
 
@@ -201,6 +202,6 @@ def test_what_is_told_is_checked_for_every_site():
     def form(rank, told):
         return {"fine": told}[f"{told}"]
 
-    assert understood(["fine", "fine"], form, "it") == ["fine", "fine"]
+    assert understood(["fine", "fine"], form, "it", sites_of(2, ())) == ["fine", "fine"]
     with pytest.raises(ValueError, match="what site 1 says of it cannot be"):
-        understood(["fine", "odd"], form, "it")
+        understood(["fine", "odd"], form, "it", sites_of(2, ()))

@@ -13,6 +13,7 @@ from covering import covering
 from outergrad.comm.mirror import MirrorComm
 from outergrad.comm.torch import TorchComm
 from outergrad.comm.trace import Awaited, Started, Tracer
+from outergrad.core.sites import Site
 from outergrad.core.types import Link
 from outergrad.messages.header import Header, SlotUse
 from outergrad.messages.wire import Preamble, State, as_from
@@ -126,7 +127,7 @@ def test_a_mirror_counts_what_torch_counts(sites):
 def test_all_sites_have_their_own_names():
     header = Header(7, 3, 0, (True, False), (SlotUse(4, True, torch.float32),))
     words = as_from(2, torch.tensor(header.words()), len(header.words()))
-    assert Header.parse(words.tolist(), header, 2).rank == 2
+    assert Header.parse(words.tolist(), header, Site(2)).rank == 2
     preamble = Preamble(7, 3, 1, 0, State.GOOD, (True,), (4, 5))
     message = torch.ones(200, dtype=torch.uint8)
     preamble.write(message)

@@ -294,7 +294,7 @@ def test_a_checkpoint_of_ddp_goes_on_and_one_that_lacks_a_site_says_so(sites):
         warned, _ = found["without_files"]
         assert "no state of outergrad on any site: what methods remember starts anew" in warned
     first, second = (found["without_files"][-1] for found in sites)
-    assert "the state is of site 0, this is site 1: load what this site saved" in second
+    assert "the state is of rank 0, and site 1 has rank 1: load what this site saved" in second
     assert second in first
 
 

@@ -316,7 +316,7 @@ def test_sites_that_would_make_other_steps_say_so(sites):
 
 def test_a_checkpoint_that_lacks_a_site_says_so(sites):
     first, second = (found["without_a_file"] for found in sites)
-    assert "site 0, this is site 1" in second
+    assert "the state is of rank 0, and site 1 has rank 1" in second
     assert "load what this site saved" in first
 
 

@@ -20,6 +20,7 @@ from outergrad.methods.auto.ways import Arm
 from outergrad.methods.dense import DenseCompressor
 
 METHODS = [og.Dense(), og.DAD(), og.RankDAD(rank=2)]
+MANY_ROWS = og.DAD(always=True)
 LINK = Link(1e-4, 12.5e6)
 FAST = Link(1e-5, 1e9)
 FLOPS = 2e10
@@ -71,10 +72,16 @@ class Training:
     """
 
     def __init__(
-        self, truth: Truth, noise: float = 0.0, sites: int = 2, seed: int = 0, link: Link = FAST
+        self,
+        truth: Truth,
+        noise: float = 0.0,
+        sites: int = 2,
+        seed: int = 0,
+        link: Link = FAST,
+        methods: Sequence[Method] = METHODS,
     ) -> None:
         self.truth, self.noise, self.rng = truth, noise, random.Random(seed)
-        self.sites = [Site(new_chooser(link=link)) for _ in range(sites)]
+        self.sites = [Site(new_chooser(methods, link=link)) for _ in range(sites)]
         self.arms: list[Arm] = []
         self.looked_s = self.all_s = self.change_s = 0.0
         self.rows = rows_of(UNITS, 16, sites)
@@ -231,3 +238,19 @@ def test_the_lower_bound_is_seldom_above_the_median():
     assert above <= 0.02 * 2000
     assert lower_bound([1.0] * 3) == float("-inf")
     assert median([lower_bound([rng.gauss(1, 0.5) for _ in range(16)]) for _ in range(50)]) > 0
+
+
+@pytest.mark.parametrize("seconds", [(10.0, 10.0, 10.1), (10.0, 12.0, 10.0), (10.0, 9.0, 9.9)])
+def test_trials_send_at_most_a_twentieth_more_than_dense_at_any_step(seconds):
+    """Raw factors of many rows are twice the bytes of dense, and about as fast on a fast link."""
+    training = Training(by_whole(*seconds), 0.05, methods=[og.Dense(), og.DAD(), MANY_ROWS])
+    training.rows = rows_of(UNITS, 1024)
+    training.run(4000)
+    ways = training.sites[0].chooser._ways
+    assert ways.more_bytes((2, 2)) == pytest.approx(1)
+    more, tried = 0.0, 0
+    for step, arm in enumerate(training.arms):
+        more += ways.more_bytes(arm)
+        tried += 2 in arm
+        assert more <= 0.05 * step
+    assert tried, "a trial that can be afforded is made"

@@ -281,7 +281,7 @@ STARS = {
     "wait_s": ({"wait_s": "60"}, ValueError, "wait_s='60': pass seconds above 0"),
     "no wait_s": ({"wait_s": math.nan}, ValueError, "wait_s=nan: pass seconds above 0"),
     "blind": ({"blind": "yes"}, ValueError, "blind='yes': pass True or False"),
-    "min_sites": ({"min_sites": 2.5}, ValueError, "min_sites=2.5: sites go on from 2 on"),
+    "min_sites": ({"min_sites": 2.5}, ValueError, "min_sites=2.5: pass 1 or more"),
     "when_lost": ({"when_lost": "stop"}, ValueError, "when_lost='stop': pass 'raise' or 'go on'"),
 }
 

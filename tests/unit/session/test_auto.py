@@ -15,6 +15,7 @@ from torch import Tensor
 import outergrad as og
 from cases import Boom, mlp, relative_error
 from outergrad.core.errors import ExchangeError
+from outergrad.core.sites import sites_of
 from outergrad.core.types import Link, StateDict
 from outergrad.methods.auto.chooser import AutoChooser
 from outergrad.session import attach
@@ -323,7 +324,7 @@ def test_figures_that_are_damaged_are_refused():
     for good, figures, bad in run_on_lasting_groups(2, body):
         assert good == [[0.5, 0.25]] * 2
         with pytest.raises(ExchangeError, match="something else"):
-            figures._seconds(bad, 3, 0)
+            figures._seconds(bad, 3, sites_of(2, ())[0])
 
 
 def test_on_a_single_site_nothing_is_measured():

@@ -461,7 +461,7 @@ def test_the_list_is_in_the_order_of_ranks():
 
 def test_one_site_with_a_wrong_state_stops_all():
     ours, others = refused(lambda states, rank: states[0])[::-1]
-    assert "the state is of site 0, this is site 1" in ours
+    assert "the state is of rank 0, and site 1 has rank 1" in ours
     assert others == f"site 1 could not take part: {ours}"
 
 
@@ -488,7 +488,7 @@ def test_states_are_of_one_step():
         return states
 
     for message in refused(later, sites=3):
-        assert "after step 3, that of site 0 after step 2" in message
+        assert "after step 3, that of rank 0 after step 2" in message
     first, second = refused(lambda states, rank: later(states, rank)[rank])
     assert first == second
     assert "site 1 has 'step: 3' where site 0 has 'step: 2'; load on every site" in first

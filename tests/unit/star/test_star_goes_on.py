@@ -388,15 +388,64 @@ def test_what_cannot_go_on_is_refused():
                 og.distribute(build(), method, transport=one)
 
     on_star(2, body, {"when_lost": "go on"})
-    for settings in ({"when_lost": "wait"}, {"min_sites": 1}):
+    for settings in ({"when_lost": "wait"}, {"min_sites": 0}):
         with pytest.raises(ValueError, match=next(iter(settings))):
             og.Star("localhost:1", kit="none", **settings)
+
+
+ALONE = pytest.mark.filterwarnings("ignore:og.Star. min_sites=1")
+
+
+def test_a_site_that_may_be_left_alone_is_warned():
+    with pytest.warns(UserWarning, match="left alone goes on, and learns from its own data alone"):
+        og.Star("localhost:1", kit="none", when_lost="go on", min_sites=1)
+
+
+@ALONE
+@pytest.mark.parametrize("name", ["dad forced", "dense", "dad raw"])
+def test_one_of_two_goes_on_alone_where_that_is_asked_for(name):
+    (found, model, session), _ = run(2, CASES[name], min_sites=1)
+    changed = [one for one in found if isinstance(one, og.SitesChangedError)]
+    assert [(one.lost, one.sites) for one in changed] == [(NAMES[1:2], NAMES[:1])]
+    assert session.stats().step == BATCHES - 1 == len(found) - 1
+    alone = build()
+    optimizer = SGD(alone.parameters(), lr=0.05)
+    for step, shared in enumerate(found):
+        optimizer.zero_grad()
+        if shared is changed[0]:
+            continue
+        loss_of(alone, batch(0, step)).backward()
+        if step > found.index(changed[0]):
+            assert all(
+                relative_error(*pair) < 1e-9 for pair in zip(gradients(alone), shared, strict=True)
+            )
+        for param, gradient in zip(alone.parameters(), shared, strict=True):
+            param.grad = gradient.clone()
+        optimizer.step()
+    assert_alike((0, alone), (0, model))
+
+
+@ALONE
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dad forced", "dense", "error feedback"])
+def test_the_other_of_two_comes_back_to_the_one_that_went_on_alone(name):
+    (first, model), _, (again, same) = come_back(2, CASES[name], min_sites=1, comes=second_of_two)
+    back = min(again)
+    assert LOST_IN < back < 60
+    assert set(range(back, 60)) <= first.keys() & again.keys()
+    for step in range(back, 60):
+        assert all(map(torch.equal, first[step], again[step]))
+    assert_alike((0, model), (0, same))
+
+
+def second_of_two(goes, again):
+    return goes(1, again)
 
 
 @pytest.mark.slow
 def test_one_that_comes_with_another_method_raises_and_the_others_go_on():
     def comes(goes, again):
-        with pytest.raises(ValueError, match="do not agree: site 2 has 'method: Dense"):
+        with pytest.raises(ValueError, match="do not agree: site-c has 'method: Dense"):
             og.distribute(build(), og.Dense(), transport=again, timeout=10)
         again.close()
 

@@ -237,7 +237,7 @@ class AutoChooser(Chooser):
             self._watch(seconds)
         else:
             judged = self._trials.after_glance if over.is_glance else self._trials.after_turns
-            verdict = judged(seconds)
+            verdict = judged(over.tried, seconds, step)
             if verdict is None:
                 self._stretch = Stretch.turns(step + 2, self._kept, over.tried)
                 return None
@@ -316,13 +316,13 @@ class AutoChooser(Chooser):
 
     def state(self, step: int) -> StateDict:
         """Returns the kept way, the way of the last step, the step times and the trials."""
-        purse, tried = self._trials.purse, self._trials.knowledge.tried.items()
+        tried = self._trials.knowledge.tried.items()
         return {
             "kept": list(self._kept),
             "last": list(self._arm(step)),
             "usual": self._usual.plain(),
             "slowdown": self._ways.slowdown,
-            "purse": [purse.elapsed_s, purse.spent_s],
+            "purse": self._trials.purse.plain(),
             "tried": [[list(arm), *found.plain()] for arm, found in tried],
         }
 
@@ -336,6 +336,6 @@ class AutoChooser(Chooser):
         if same_sites:
             self._usual.load(state["usual"])
             self._ways.slowdown = state["slowdown"]
-            trials.purse.elapsed_s, trials.purse.spent_s = state["purse"]
+            trials.purse.load(state["purse"])
             trials.knowledge.tried = {tuple(arm): Tried.of(plain) for arm, *plain in state["tried"]}
         self._stretch = Stretch.quiet(step + 1, self._kept, settled=False)

@@ -53,25 +53,44 @@ class Tried:
         return Tried(step, seconds, kept_seconds, Outcome(outcome), times)
 
 
+_MORE_BYTES = 0.05
+"""Largest share by which trials may add to the bytes that dense would have sent so far."""
+
+
 @dataclass
 class Purse:
-    """Time that trials may take.
+    """Time and bytes that trials may take.
 
     Attributes:
         share: Share of all time.
         advance: Number of steps whose time may be spent in advance.
         elapsed_s: Seconds of all steps.
         spent_s: Seconds by which trials took longer than steps without one.
+        sent: Bytes that trials sent beyond those of dense, in steps of dense.
     """
 
     share: float
     advance: float = 8.0
     elapsed_s: float = 0.0
     spent_s: float = 0.0
+    sent: float = 0.0
 
     def affords(self, seconds: float, step_s: float) -> bool:
         """True if `seconds` may be spent on a trial, where a step takes `step_s`."""
         return self.spent_s + seconds <= self.share * self.elapsed_s + self.advance * step_s
+
+    def affords_bytes(self, more: float, step: int) -> bool:
+        """True if `more` may be sent beyond dense on a trial, in steps of dense, after `step`."""
+        return not more or self.sent + more <= _MORE_BYTES * step
+
+    def plain(self) -> list[float]:
+        """Returns what was spent as JSON holds it."""
+        return [self.elapsed_s, self.spent_s, self.sent]
+
+    def load(self, plain: Sequence[float]) -> None:
+        """Restores what was spent from a result of `plain`; of older versions without the bytes."""
+        self.elapsed_s, self.spent_s, *sent = plain
+        self.sent = sent[0] if sent else 0.0
 
 
 @dataclass
@@ -327,7 +346,8 @@ class Trials:
         if usual_s is None:
             return None
         due = [arm for arm in self._ways.near(kept) if self.knowledge.due(arm, step)]
-        promising = [arm for arm in due if self._promises(arm, kept, usual_s)]
+        sendable = [arm for arm in due if self._affords_bytes(arm, GLANCE_STEPS, step)]
+        promising = [arm for arm in sendable if self._promises(arm, kept, usual_s)]
         return min(promising, key=self._rank, default=None)
 
     def _rank(self, arm: Arm) -> tuple[int, bool, float]:
@@ -345,8 +365,9 @@ class Trials:
 
     # -- the result of a trial -------------------------------------------------------------------
 
-    def after_glance(self, seconds: Sequence[float]) -> Verdict | None:
+    def after_glance(self, arm: Arm, seconds: Sequence[float], step: int) -> Verdict | None:
         """Returns the verdict by its faster step, as one may be interrupted; None to take turns."""
+        self._send(arm, len(seconds))
         usual_s = self._usual.seconds
         assert usual_s is not None
         took_s = min(seconds[1:])
@@ -354,20 +375,22 @@ class Trials:
         self._spend(sum(seconds) - len(seconds) * usual_s + _BACK_STEPS * self._change_s)
         if max(seconds[1:]) < min(self._usual.last):
             return Verdict(took_s, usual_s, Outcome.FASTER)
-        if took_s < _SLOWER * usual_s and self._affords_turns(took_s - usual_s, usual_s):
+        goes_on = self._affords_turns(arm, took_s - usual_s, usual_s, step)
+        if took_s < _SLOWER * usual_s and goes_on:
             self._gains = []
             return None
         outcome = Outcome.TWICE if took_s >= _TWICE * usual_s else Outcome.SLOWER
         return Verdict(took_s, usual_s, outcome)
 
-    def after_turns(self, seconds: Sequence[float]) -> Verdict | None:
+    def after_turns(self, arm: Arm, seconds: Sequence[float], step: int) -> Verdict | None:
         """Returns the verdict over all pairs of steps so far; None if the turns go on."""
+        self._send(arm, sum(turns()))
         kept_s, other_s = medians(seconds)
         self._change_s = max(0.0, cost_of_change(seconds))
         self._spend(cost_of_turns(other_s - kept_s, self._change_s))
         self._gains += paired_gains(seconds)
         open_still = lower_bound(self._gains) <= 0 < median(self._gains)
-        goes_on = open_still and self._affords_turns(other_s - kept_s, kept_s)
+        goes_on = open_still and self._affords_turns(arm, other_s - kept_s, kept_s, step)
         if goes_on and len(self._gains) < _ENOUGH_GAINS:
             return None
         return Verdict(other_s, kept_s, self._outcome())
@@ -378,9 +401,15 @@ class Trials:
         slower = lower_bound([-gain for gain in self._gains]) > 0
         return Outcome.SLOWER if slower else Outcome.NO_FASTER
 
-    def _affords_turns(self, more_s: float, usual_s: float) -> bool:
+    def _affords_turns(self, arm: Arm, more_s: float, usual_s: float, step: int) -> bool:
         price_s = cost_of_turns(max(more_s, 0.0), self._change_s)
-        return self.purse.affords(price_s, usual_s)
+        return self.purse.affords(price_s, usual_s) and self._affords_bytes(arm, sum(turns()), step)
+
+    def _affords_bytes(self, arm: Arm, count: int, step: int) -> bool:
+        return self.purse.affords_bytes(count * self._ways.more_bytes(arm), step)
+
+    def _send(self, arm: Arm, count: int) -> None:
+        self.purse.sent += count * self._ways.more_bytes(arm)
 
     def _spend(self, more_s: float) -> None:
         self.purse.spent_s += max(more_s, 0.0)

@@ -179,6 +179,11 @@ class Ways:
         """Returns the forecast of the time that a step's gradients take."""
         return self._whole(arm).seconds(self._forecaster.link, self.slowdown)
 
+    def more_bytes(self, arm: Arm) -> float:
+        """Returns the share by which a step of the way sends more bytes than dense, at least 0."""
+        dense_s = self._whole((0,) * len(arm)).link_s
+        return max(self._whole(arm).link_s / dense_s - 1, 0.0) if dense_s else 0.0
+
     def _whole(self, arm: Arm) -> Forecast:
         pairs = zip(self._options, self.plain(arm), strict=True)
         return sum((option[k] for option, k in pairs), Forecast())

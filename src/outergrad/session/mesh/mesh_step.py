@@ -223,7 +223,7 @@ class MeshStep:
                 f"call optimizer.zero_grad() and go on with the next"
             )
         if decision.verdict >= Verdict.REFUSED:
-            raise decision.error(self.subjects, self._spec.blocks)
+            raise decision.error(self.subjects, self._spec.blocks, self._spec.comm.sites)
 
     @torch.no_grad()
     def abandon(self, changed: str | None = None) -> None:

@@ -135,7 +135,8 @@ class Pooled:
         try:
             message.receive()
         except RefusedError as error:
-            raise ExchangeError(f"among the ranks of one site, {error}") from error
+            told = f"among the ranks of one site, from rank {error.site}: {error}"
+            raise ExchangeError(told) from error
         self._buffers, self._site_buffers = buffers, buffers.pooled(message.values())
         return self._site_buffers
 

@@ -9,6 +9,7 @@ from enum import IntEnum
 
 from outergrad.core.errors import ExchangeError
 from outergrad.core.reasons import Reason
+from outergrad.core.sites import Site
 from outergrad.messages.header import Header, bounded
 from outergrad.messages.vote import NOTHING, Verdict
 
@@ -53,7 +54,7 @@ class Report:
     def parse(words: Sequence[int], expected: Header, rank: int) -> Report:
         """Decodes another rank's report; raises as `Header.parse` if it cannot be right."""
         start = expected.length
-        header = Header.parse(words[:start], expected, rank)
+        header = Header.parse(words[:start], expected, Site(rank))
         fate, *has_autograd_grad = words[start:] or [-1]
         if len(has_autograd_grad) != len(expected.used):
             raise ExchangeError(f"site {rank} sent a report of {len(words)} words")

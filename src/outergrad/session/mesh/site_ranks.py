@@ -179,7 +179,7 @@ class PooledRanks(OneRank):
     def compared(self, tensors: Mapping[str, Tensor | None]) -> Drift | None:
         """Compares tensors over all ranks of all sites; None if they are equal."""
         levels = self._levels
-        return compared(partial(levels.words_of_all, lane=LANE), tensors, self._alike, "rank")
+        return compared(partial(levels.words_of_all, lane=LANE), tensors, self._alike, _ranks)
 
     @property
     def _alike(self) -> Sequence[Sequence[int]]:
@@ -335,3 +335,8 @@ class ShardedRanks(PooledRanks):
 
     def _inside(self, planner: SharePlanner, model: Model) -> Sharded:
         return Sharded(None if self._changes else self._shards, model, self._levels.local)
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    """Formats ranks of a mesh as words."""
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"

@@ -16,6 +16,7 @@ from outergrad._printable import printable
 from outergrad.launch.console import errors_in_one_line, say
 from outergrad.launch.errors import CheckError, RecipeError
 from outergrad.launch.processes import exit_on_signals
+from outergrad.launch.speaker import Speaker
 
 if TYPE_CHECKING:
     from outergrad.star.folder import HubFolder
@@ -156,13 +157,16 @@ def serve(
 
         raise_file_limit()
         names = None if sites is None else [name.strip() for name in sites.split(",")]
-        server = HubServer(_folder(folder), listen, names, grace)
+        speaker = Speaker()
+        server = HubServer(_folder(folder), listen, names, grace, speaker.say)
         server.start()
         say(f"the hub listens on port {server.port} for {', '.join(server.names)}")
         try:
             server.wait()
         finally:
             server.stop()
+            speaker.say("the hub has stopped: its sites are cut off")
+            speaker.close()
 
 
 @hub_app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import runpy
 import sys
@@ -13,9 +14,9 @@ from typer.core import TyperGroup
 
 from outergrad._printable import printable
 from outergrad.launch.console import errors_in_one_line
-from outergrad.launch.errors import RecipeError
+from outergrad.launch.errors import RecipeError, SiteError
 from outergrad.session.farewell import leave_all
-from outergrad.star.transport import KIT_VARIABLE
+from outergrad.star.transport import KIT_VARIABLE, NoRunError
 from outergrad.tools.commands.hub import star_errors
 
 _RUN = "run"
@@ -109,9 +110,22 @@ def run(
     os.environ[KIT_VARIABLE] = str(kit.resolve())
     sys.argv = [str(script), *(arguments or [])]
     sys.path[0] = str(script.resolve().parent)
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    except SystemExit:
-        leave_all()
-        raise
+    _speak()
+    with errors_in_one_line():
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except NoRunError as error:
+            raise SiteError(str(error)) from None
+        except SystemExit:
+            leave_all()
+            raise
     leave_all()  # the command exits without running Python's atexit handlers
+
+
+def _speak() -> None:
+    """Prints what happens to this site's line and to other sites, unless the script logs itself."""
+    printing, log = logging.StreamHandler(), logging.getLogger("outergrad")
+    printing.setFormatter(logging.Formatter("outergrad: %(asctime)s %(message)s", "%H:%M:%S"))
+    printing.addFilter(lambda _: not logging.getLogger().handlers)
+    log.addHandler(printing)
+    log.setLevel(logging.INFO)
