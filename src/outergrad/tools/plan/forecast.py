@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -20,6 +21,7 @@ from outergrad.tools.plan.measure import (
     Setting,
     Turn,
     busy_share,
+    forms_gradients,
     is_exact,
     method_of,
     repeat,
@@ -28,8 +30,9 @@ from outergrad.tools.plan.network import Network, network_of
 from outergrad.tools.plan.subject import Subject, check_subject, subject, try_step
 from outergrad.tools.plan.verdict import (
     HIGHEST_BIT_PER_S,
+    Look,
     Rates,
-    how_to_look_longer,
+    how_to_tell_more,
     sentences,
     verdicts,
 )
@@ -100,6 +103,7 @@ class Forecast:
         methods: Result of each method, dense among them.
         inspected: The model's layers.
         rounds: Rounds in which all of them had a turn.
+        took_s: Seconds that these took.
     """
 
     question: Question
@@ -108,6 +112,7 @@ class Forecast:
     methods: list[Planned]
     inspected: Layers
     rounds: int = 0
+    took_s: float = 0.0
 
     @property
     def dense(self) -> Planned:
@@ -160,10 +165,18 @@ class Forecast:
     @property
     def verdict(self) -> list[str]:
         """Sentences on the methods: only what the shown figures support."""
-        comparison, seconds = self.comparison, self.question.seconds
-        busy = busy_share([self.alone, *self.methods])
-        found = [*sentences(comparison, self.rates, self.question.link)]
-        return [*found, *how_to_look_longer(comparison, seconds, busy)]
+        comparison = self.comparison
+        found = sentences(comparison, self.rates, self.question.link)
+        return [*found, *how_to_tell_more(comparison, self._look)]
+
+    @property
+    def _look(self) -> Look:
+        return Look(
+            rounds=self.rounds,
+            took_s=self.took_s,
+            allowed_s=self.question.seconds,
+            busy=busy_share([self.alone, *self.methods]),
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the forecast in JSON types."""
@@ -177,6 +190,7 @@ class Forecast:
             "hub_bit_per_s": self.question.hub_bit_per_s,
             "rounds": self.rounds,
             "verdict": self.verdict,
+            "fastest": {one.kind: one.as_dict() for one in verdicts(self.comparison)},
             "alone_s": self.alone.compute_s.bounds,
             "methods": {one.method: self._method_dict(one) for one in self.methods},
             "layers": [asdict(layer) for layer in self.layers],
@@ -236,7 +250,7 @@ def forecast(question: Question, progress: Callable[[str], None]) -> Forecast:
     inspected, network = _layers(planned_for, question.network.cost), question.network
     alone = Planned("alone", True, network)
     planned = {
-        name: Planned(name, is_exact(method), network, alone if is_exact(method) else None)
+        name: Planned(name, is_exact(method), network, alone if forms_gradients(method) else None)
         for name, method in methods.items()
     }
     found = Forecast(
@@ -259,7 +273,9 @@ def forecast(question: Question, progress: Callable[[str], None]) -> Forecast:
         partial(measure, planned[name], partial(setting.turn, name, method))
         for name, method in methods.items()
     ]
-    return replace(found, rounds=repeat(turns, question.seconds, found.is_settled))
+    began = time.perf_counter()
+    rounds = repeat(turns, question.seconds, found.is_settled)
+    return replace(found, rounds=rounds, took_s=time.perf_counter() - began)
 
 
 def _layers(planned_for: Subject, cost: CostModel) -> Layers:

@@ -19,10 +19,15 @@ def learnt_by_others(coverage: Coverage) -> str:
     if not numbers:
         return NOTHING
     total = sum(numbers.values())
-    (first, _), *others = numbers.most_common()
-    rest = "; ".join(f"of {_percent(n / total)} of the weights: {of}" for of, n in others)
-    return f"{first} ({rest})" if rest else first
+    if len(numbers) == 1:
+        return next(iter(numbers))
+    (first, most), *others = numbers.most_common()
+    told = [f"{first} ({_percent(most / total)} of the weights)"]
+    return "; ".join([*told, *(f"{of} ({_percent(n / total)})" for of, n in others)])
 
 
 def _percent(share: float) -> str:
-    return "less than 1%" if share < 0.01 else f"{share:.0%}"
+    """Formats a share of something that has other parts, too: never as 0% or 100%."""
+    if share < 0.01:
+        return "less than 1%"
+    return "more than 99%" if share > 0.99 else f"{share:.0%}"

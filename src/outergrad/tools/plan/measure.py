@@ -75,6 +75,14 @@ def is_exact(method: Method) -> bool:
     return isinstance(method, (og.Dense, og.DAD, og.EDAD)) and not getattr(method, "wire", ())
 
 
+def forms_gradients(method: Method) -> bool:
+    """True if a site computes all that training alone does, and more.
+
+    Low rank does not: where that is less work, it never forms the gradient of a weight.
+    """
+    return not isinstance(method, og.RankDAD)
+
+
 Pair = tuple[Trace, Trace]
 """Traces of two steps, one behind the other."""
 

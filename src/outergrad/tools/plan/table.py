@@ -171,9 +171,20 @@ def about_dense(plan: Forecast) -> Iterator[str]:
         f"Alone a step takes {in_ms(comparison.alone_s, ' to ')} ms here; dense, with {sites} "
         f"sites on {plan.question.link.name}, {in_ms(comparison.dense.step_s, ' to ')} ms."
     )
+    yield from less_than_alone(comparison)
     limits = [layer.break_even for layer in plan.layers if layer.break_even is not None]
     if limits:
         yield _rows(plan, [low for low, _ in limits], [high for _, high in limits])
+
+
+def less_than_alone(comparison: Comparison) -> Iterator[str]:
+    """Yields which methods compute less than training alone for sure, and why."""
+    for one in comparison.standings:
+        if one.compute_s.is_below(comparison.alone_s):
+            yield (
+                f"{one.method} computes less than training alone, because it does not form the "
+                f"gradient of every weight."
+            )
 
 
 def why_equal_layers_differ(plan: Forecast) -> str:

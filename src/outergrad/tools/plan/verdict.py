@@ -6,19 +6,20 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
-from outergrad._amounts import times
+from outergrad._amounts import duration, many, times
 from outergrad.launch.links import ShapedLink
 from outergrad.tools.plan.comparison import DENSE, Comparison, Standing, as_range, in_ms
-from outergrad.tools.plan.interval import EVEN, Interval
+from outergrad.tools.plan.interval import EVEN, FEWEST, UNKNOWN, Interval
 
-FEWER = " x fewer bytes"
 UNTOLD = "cannot be told on this machine now"
 HIGHEST_BIT_PER_S = 100e9
 """Highest link rate that is considered."""
 BUSY = 0.1
 """Share of time without a processor from which on it is worth a word."""
 LEAST_SECONDS = 15
+"""Seconds that are advised at least."""
 
 
 class Pays(Enum):
@@ -41,6 +42,23 @@ class Rates:
 
     dense_slower_to: float | None = None
     dense_faster_from: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """Amount of measuring that the figures come from.
+
+    Attributes:
+        rounds: Rounds in which all methods had a turn.
+        took_s: Seconds that these took.
+        allowed_s: Seconds after which no further round began.
+        busy: Share of the steps in which the training thread had no processor.
+    """
+
+    rounds: int
+    took_s: float
+    allowed_s: float
+    busy: float
 
 
 @dataclass(frozen=True)
@@ -84,6 +102,15 @@ class Verdict:
         """True if no longer look can change it."""
         return self.is_told and (self.has_dense or self.pays != Pays.UNTOLD)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the verdict in JSON types."""
+        pays = Pays.EVEN if self.has_dense and self.is_told else self.pays
+        return {
+            "methods": [one.method for one in self.leaders],
+            "told": self.is_told,
+            "beside_dense": pays.value,
+        }
+
 
 def verdicts(comparison: Comparison) -> list[Verdict]:
     """Returns the verdict on each kind that has a method other than dense."""
@@ -120,8 +147,8 @@ def sentences(
     for verdict in verdicts(comparison):
         faster = verdict.leaders if verdict.pays == Pays.FASTER else ()
         parts = (
-            f"Of the {verdict.kind} methods {_fastest(verdict)}{_beside_dense(verdict)}"
-            f"{_bytes(comparison, verdict)}.",
+            f"Of the {verdict.kind} methods {_fastest(verdict)}{_beside_dense(verdict)}.",
+            _bytes(comparison, verdict),
             _links([rates_of(one.method) for one in faster], link),
             _learnt(verdict),
         )
@@ -140,29 +167,42 @@ def _fastest(verdict: Verdict) -> str:
 def _beside_dense(verdict: Verdict) -> str:
     speed = f"{as_range(verdict.speed, ' to ')} x as fast as dense"
     if verdict.has_dense:
-        return "; none pays on this link" if verdict.is_told else ""
+        return ". No other pays on this link" if verdict.is_told else ""
     return {
         Pays.FASTER: f", {speed}",
-        Pays.SLOWER: f", {speed}; none pays on this link",
-        Pays.EVEN: ", as fast as dense; none pays on this link",
-        Pays.UNTOLD: f"; if that is faster than dense {UNTOLD}",
+        Pays.SLOWER: f", {speed}. None pays on this link",
+        Pays.EVEN: ", as fast as dense. None pays on this link",
+        Pays.UNTOLD: f". Whether that is faster than dense {UNTOLD}",
     }[verdict.pays]
 
 
 def _bytes(comparison: Comparison, verdict: Verdict) -> str:
-    ratios = [comparison.fewer(one) for one in verdict.leaders if one.method != DENSE]
-    told = [_fewer(ratio) for ratio in ratios]
-    if len(set(told)) == 1:
-        return f", with {told[0]}"
-    if all(words.endswith(FEWER) for words in told):
-        return f", with {_listed([*map(times, ratios)], 'and')}{FEWER}" if told else ""
-    return f", with {_listed(told, 'and')}"
+    """Bytes of the leaders beside dense's; nothing of dense itself."""
+    others = [one for one in verdict.leaders if one.method != DENSE]
+    told = [
+        f"{names} {'send' if ' and ' in names else 'sends'} {amount}"
+        for amount, names in _by_words(others, lambda one: _amount(comparison.fewer(one)))
+    ]
+    return f"{', '.join(told)}." if told else ""
 
 
-def _fewer(fewer: float) -> str:
+def _amount(fewer: float) -> str:
     if times(fewer) == times(1):
-        return "as many bytes"
-    return f"{times(fewer)}{FEWER}" if fewer > 1 else f"{times(1 / fewer)} x more bytes"
+        return "as many bytes as dense"
+    if fewer > 1:
+        return f"{times(fewer)} x fewer bytes than dense"
+    return f"{times(1 / fewer)} x more bytes than dense"
+
+
+def _by_words(
+    standings: Sequence[Standing], words_of: Callable[[Standing], str]
+) -> Iterator[tuple[str, str]]:
+    """Yields what is said of methods, each with the names of those that it is said of."""
+    names = defaultdict[str, list[str]](list)
+    for one in standings:
+        names[words_of(one)].append(one.method)
+    for words, some in names.items():
+        yield words, _listed(some, "and")
 
 
 def _links(rates: Sequence[Rates], link: ShapedLink) -> str:
@@ -170,6 +210,8 @@ def _links(rates: Sequence[Rates], link: ShapedLink) -> str:
     slower_to = [one.dense_slower_to for one in rates if one.dense_slower_to is not None]
     if link.rate_bit_per_s is None or not rates or len(slower_to) < len(rates):
         return ""
+    if min(slower_to) >= HIGHEST_BIT_PER_S:
+        return f"Even at {_rate(HIGHEST_BIT_PER_S)} dense is slower."
     up_to = _rate(max(link.rate_bit_per_s, _two_digits(min(slower_to), 0)))
     faster_from = [one.dense_faster_from for one in rates if one.dense_faster_from is not None]
     if len(faster_from) < len(rates):
@@ -179,10 +221,10 @@ def _links(rates: Sequence[Rates], link: ShapedLink) -> str:
     )
 
 
-def _two_digits(rate: float, more: int) -> float:
-    """Returns a rate with its first two digits, or, with 1 for `more`, the next such rate."""
-    unit = 10.0 ** (len(str(int(rate))) - 2)
-    return unit * (rate // unit + more)
+def _two_digits(amount: float, more: int) -> float:
+    """Returns an amount with its first two digits, or, with 1 for `more`, the next such amount."""
+    unit = 10.0 ** (len(str(int(amount))) - 2)
+    return unit * (amount // unit + more)
 
 
 def _rate(bit_per_s: float) -> str:
@@ -190,13 +232,10 @@ def _rate(bit_per_s: float) -> str:
 
 
 def _learnt(verdict: Verdict) -> str:
-    by_words = defaultdict[str, list[str]](list)
-    for one in verdict.leaders:
-        by_words[one.learnt].append(one.method)
-    told = [(_listed(names, "and"), words) for words, names in by_words.items()]
+    told = [*_by_words(verdict.leaders, lambda one: one.learnt)]
     if len(told) == 1:
-        return f"The other sites learn {told[0][1]}."
-    return " ".join(f"By {names} the other sites learn {words}." for names, words in told)
+        return f"The other sites learn {told[0][0]}."
+    return " ".join(f"By {names} the other sites learn {words}." for words, names in told)
 
 
 def _listed(names: Sequence[str], last: str) -> str:
@@ -205,17 +244,28 @@ def _listed(names: Sequence[str], last: str) -> str:
     return f"{', '.join(names[:-1])} {last} {names[-1]}"
 
 
-def how_to_look_longer(comparison: Comparison, seconds: float, busy: float) -> Iterator[str]:
-    """Yields advice where something cannot be told.
-
-    Args:
-        comparison: The figures.
-        seconds: Seconds for which steps were repeated.
-        busy: Share of the steps in which the training thread had no processor.
-    """
+def how_to_tell_more(comparison: Comparison, look: Look) -> Iterator[str]:
+    """Yields why something cannot be told, and the remedy."""
     if all(verdict.is_settled for verdict in verdicts(comparison)):
         return
-    if busy > BUSY:
-        yield f"For {busy:.0%} of their time steps waited for a processor: other programs had it."
-    longer = f"--seconds {4 * max(seconds, LEAST_SECONDS):g}"
+    if look.rounds < FEWEST:
+        yield _too_few(look)
+        return
+    if look.busy > BUSY:
+        yield (
+            f"For {look.busy:.0%} of their time steps waited for a processor: other programs had "
+            f"it."
+        )
+    longer = f"--seconds {4 * max(look.allowed_s, LEAST_SECONDS):g}"
     yield f"To tell more, repeat it while the machine does nothing else, or for longer: {longer}."
+
+
+def _too_few(look: Look) -> str:
+    each_s = look.took_s / look.rounds
+    # A round more than is needed, for the next ones may take longer.
+    needed_s = max(_two_digits((FEWEST + 1) * each_s, 1), LEAST_SECONDS)
+    return (
+        f"There was time for {many(look.rounds, 'round')} of steps, which took "
+        f"{duration(look.took_s)}. With fewer than {FEWEST} each time may be wrong by a factor of "
+        f"{UNKNOWN:g}: use --seconds {needed_s:g}."
+    )

@@ -22,7 +22,7 @@ from outergrad.record.stats import Stats
 from outergrad.tools.commands.app import app
 from outergrad.tools.plan import measure
 from outergrad.tools.plan.forecast import Forecast, Question, forecast
-from outergrad.tools.plan.measure import Planned, Turn, repeat
+from outergrad.tools.plan.measure import Planned, Turn, forms_gradients, method_of, repeat
 from outergrad.tools.plan.network import network_of
 from outergrad.tools.plan.verdict import Pays, Verdict, verdicts
 
@@ -118,6 +118,18 @@ def test_low_rank_pays_on_a_busy_machine_too():
     for seed in range(5):
         _, approximate = verdicts(looked(busy, seed, rate=1e8, threads=1).comparison)
         assert approximate.pays == Pays.FASTER
+
+
+def test_what_forms_all_gradients_computes_no_less_than_training_alone():
+    """Low rank may: it multiplies thin matrices instead."""
+    names = ("dense", "dad", "edad", "og-powersgd:rank=4", "sparse:density=0.1", "rank-dad-1")
+    forms = [name for name in names if forms_gradients(method_of(name))]
+    assert forms == [*names[:-1]]
+    alone, turn = Planned("alone", True, NETWORK), Turn([(trace("x", idle, random.Random(0)),) * 2])
+    alone.turns.append(turn)
+    quick = Turn([(Trace((), 0.1, 0.1),) * 2])
+    assert Planned("dad", True, NETWORK, alone, [quick]).compute_s == alone.compute_s
+    assert Planned("rank-dad-1", False, NETWORK, None, [quick]).compute_s.high < 0.21
 
 
 def test_an_idle_machine_is_sure_after_few_rounds():
