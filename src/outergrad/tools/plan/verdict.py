@@ -179,19 +179,19 @@ def _beside_dense(verdict: Verdict) -> str:
 def _bytes(comparison: Comparison, verdict: Verdict) -> str:
     """Bytes of the leaders beside dense's; nothing of dense itself."""
     others = [one for one in verdict.leaders if one.method != DENSE]
-    told = [
-        f"{names} {'send' if ' and ' in names else 'sends'} {amount}"
-        for amount, names in _by_words(others, lambda one: _amount(comparison.fewer(one)))
-    ]
-    return f"{', '.join(told)}." if told else ""
+    told = [*_by_words(others, lambda one: _amount(comparison.fewer(one)))]
+    if not told:
+        return ""
+    (amount, names), *rest = told
+    first = f"{names} {'send' if ' and ' in names else 'sends'} {amount} bytes"
+    parts = [first, *(f"{names} {amount}" for amount, names in rest)]
+    return f"Compared to dense, {', '.join(parts)}."
 
 
 def _amount(fewer: float) -> str:
     if times(fewer) == times(1):
-        return "as many bytes as dense"
-    if fewer > 1:
-        return f"{times(fewer)} x fewer bytes than dense"
-    return f"{times(1 / fewer)} x more bytes than dense"
+        return "about as many"
+    return f"{times(fewer)} x fewer" if fewer > 1 else f"{times(1 / fewer)} x more"
 
 
 def _by_words(
