@@ -50,7 +50,7 @@ def compared(args: argparse.Namespace, rate: str) -> list[list[str]]:
     before = planned(args, rate)
     timings = measured(args, rate)
     after = planned(args, rate)
-    plans_s = {name: mean(p[name]["step_s"] for p in (before, after)) for name in before}
+    plans_s = {n: mean([*before[n]["step_s"], *after[n]["step_s"]]) for n in before}
     dense_s = {t["method"]: t["median_s"] for t in timings}["dense"]
     rows = []
     for timing in timings:

@@ -80,7 +80,7 @@ class Trainers:
 
 
 def time_steps(
-    plan: Plan, data: Dataset, keep: bool, counter: InterfaceCounter, meeting: Meeting
+    plan: Plan, data: Dataset | None, keep: bool, counter: InterfaceCounter, meeting: Meeting
 ) -> Iterator[tuple[str, Block]]:
     """Measures every method, round by round, in another order each time.
 

@@ -7,6 +7,7 @@ from math import inf
 from pathlib import Path
 
 from outergrad.launch.errors import RecipeError
+from outergrad.tools.plan.subject import check_subject
 from outergrad_lab.peers.named import attach_of
 from outergrad_lab.training.job import require
 from outergrad_lab.workloads import WORKLOADS, Workload
@@ -20,7 +21,8 @@ class Plan:
     """One measurement, the same on every link.
 
     Attributes:
-        workload: A key of `WORKLOADS`.
+        workload: A key of `WORKLOADS`, or ``module:factory``, as of `outergrad plan`.
+        rows: Rows of a batch on one site; the workload's own if None.
         methods: Methods to compare: names that `attach_of` knows.
         sites: Number of sites.
         steps: Timed steps in a block.
@@ -35,6 +37,7 @@ class Plan:
     """
 
     workload: str = "mlp"
+    rows: int | None = None
     methods: tuple[str, ...] = COMPARED
     sites: int = 2
     steps: int = 5
@@ -48,13 +51,7 @@ class Plan:
     data_dir: Path = Path("data")
 
     def __post_init__(self) -> None:
-        require(
-            self.workload in WORKLOADS,
-            "workload",
-            f"one of {', '.join(WORKLOADS)}",
-            self,
-            WORKLOADS,
-        )
+        check_subject(self.workload, self.rows)
         for method in self.methods:
             attach_of(method, "--methods")
         if "pooled" in self.methods:
@@ -68,10 +65,10 @@ class Plan:
         require(0 < self.seconds < inf, "seconds", "above 0 and finite", self)
         if self.until_loss is not None:
             require(0 < self.until_loss < inf, "until_loss", "above 0 and finite", self)
-            if not self.recipe.data:
+            if self.recipe is None or not self.recipe.data:
                 raise RecipeError(f"--until-loss needs real data; {self.workload} has none")
 
     @property
-    def recipe(self) -> Workload:
-        """Workload of the measurement."""
-        return WORKLOADS[self.workload]
+    def recipe(self) -> Workload | None:
+        """Workload of the measurement; None for a model of the user's own."""
+        return WORKLOADS.get(self.workload)

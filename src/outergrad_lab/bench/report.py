@@ -103,4 +103,5 @@ def result_file(out: Path, plan: Plan, links: Sequence[ShapedLink]) -> Path:
     joined = "_".join(link.name for link in links)
     until = "_until" if plan.until_loss else ""
     now = datetime.now().strftime("%Y%m%d-%H%M%S")
-    return out / f"{plan.workload}_{plan.sites}-sites_{joined}{until}_{now}.json"
+    model = plan.workload.replace(":", "-")
+    return out / f"{model}_{plan.sites}-sites_{joined}{until}_{now}.json"

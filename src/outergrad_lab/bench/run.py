@@ -16,6 +16,7 @@ from outergrad._amounts import many
 from outergrad.launch.links import ShapedLink, places
 from outergrad.launch.machine import cores, describe
 from outergrad.launch.processes import run_processes
+from outergrad.tools.plan.subject import subject, try_step
 from outergrad_lab.bench.combine import arrivals, timings
 from outergrad_lab.bench.plan import Plan
 from outergrad_lab.bench.results import LinkResult, Results
@@ -94,7 +95,15 @@ def _result(plan: Plan, link: ShapedLink, found: list[Found]) -> LinkResult:
 
 
 def count_parameters(plan: Plan) -> int:
-    """Returns the number of the model's parameters, counted without allocating them."""
+    """Returns the number of the model's parameters, of a workload without allocating them.
+
+    Raises:
+        RecipeError: The user's own model cannot be built, or fails on its inputs.
+    """
+    if plan.recipe is None:
+        own = subject(plan.workload, plan.rows)
+        try_step(own)
+        return sum(parameter.numel() for parameter in own.model.parameters())
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in plan.recipe.build().parameters())
 

@@ -91,7 +91,7 @@ def _measure(
 ) -> Found:
     data, name = dataset(plan)
     found = Found(name, probe(link.rate_bit_per_s))
-    if plan.until_loss:
+    if plan.until_loss and data is not None:
         measured = train_until(plan, data, counter, meeting)
         total = None
     else:

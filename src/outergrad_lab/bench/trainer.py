@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import partial
+from itertools import repeat
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, Optimizer
 
+from outergrad.tools.plan.subject import subject
 from outergrad_lab.bench.plan import Plan
 from outergrad_lab.data import Dataset, load, missing_files, synthetic
 from outergrad_lab.peers.named import attach_of
 from outergrad_lab.training.job import ADAM_EPS
 from outergrad_lab.training.split import Batches, even_split, full_batches
+from outergrad_lab.workloads import Workload
 
 PATIENCE = timedelta(hours=2)
 """Timeout above the slowest step of the slowest link; a site that dies ends the others at once."""
@@ -99,22 +104,34 @@ class Phases:
         return [field.name for field in fields(Phases)]
 
 
-def dataset(plan: Plan) -> tuple[Dataset, str]:
+Batch = tuple[Tensor, Tensor]
+"""Inputs and labels."""
+Loss = Callable[[nn.Module], Tensor]
+"""Runs the forward pass of a batch."""
+
+
+def dataset(plan: Plan) -> tuple[Dataset | None, str]:
     """Loads the workload's real data where its files are, else random data of the same shape.
 
     Returns:
-        The data and its name.
+        The data and its name; no data for a model of the user's own, which brings its inputs.
     """
     recipe = plan.recipe
+    if recipe is None:
+        return None, "its own"
     if recipe.data and (plan.until_loss or not missing_files(recipe.data, plan.data_dir)):
         return load(recipe.data, plan.data_dir), recipe.data
-    return synthetic(recipe.format, rows=2 * plan.sites * recipe.batch_size, seed=0), "synthetic"
+    return synthetic(recipe.format, rows=2 * plan.sites * _rows(plan, recipe), seed=0), "synthetic"
 
 
-def batches(plan: Plan, data: Dataset, site: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _rows(plan: Plan, recipe: Workload) -> int:
+    return plan.rows or recipe.batch_size
+
+
+def batches(plan: Plan, recipe: Workload, data: Dataset, site: int) -> Iterator[Batch]:
     """Returns this site's batches without end."""
     rows_by_site = even_split(data, plan.sites, 0)
-    sizes = [plan.recipe.batch_size] * plan.sites
+    sizes = [_rows(plan, recipe)] * plan.sites
     return Batches(
         x=data.x_train,
         y=data.y_train,
@@ -126,24 +143,40 @@ def batches(plan: Plan, data: Dataset, site: int) -> Iterator[tuple[Tensor, Tens
     ).forever()
 
 
+def _built(plan: Plan, data: Dataset | None, site: int) -> tuple[nn.Module, Iterator[Loss]]:
+    """Model and losses of a training, the same for every method.
+
+    A model of the user's own is copied, for the factory may return the same one again.
+    """
+    if plan.recipe is None or data is None:
+        own = subject(plan.workload, plan.rows)
+        return copy.deepcopy(own.model), repeat(own.loss)
+    torch.manual_seed(0)
+    found = batches(plan, plan.recipe, data, site)
+    return plan.recipe.build(), (partial(_cross_entropy, batch) for batch in found)
+
+
+def _cross_entropy(batch: Batch, model: nn.Module) -> Tensor:
+    x, y = batch
+    return cross_entropy(model(x), y)
+
+
 class Trainer:
     """Trains by one method: weights and batches as for all, a process group of its own."""
 
-    def __init__(self, plan: Plan, method: str, data: Dataset, site: int) -> None:
+    def __init__(self, plan: Plan, method: str, data: Dataset | None, site: int) -> None:
         """Builds the model; every site must, for the same method."""
-        torch.manual_seed(0)
-        model = plan.recipe.build()
+        model, self.losses = _built(plan, data, site)
         self.group = None if method == "alone" else _new_group()
         self.replica = attach_of(method)(model, self.group)
-        self.batches = batches(plan, data, site)
         self.optimizer = _optimizer(plan, model.parameters())
 
     def step(self) -> Phases:
         """Takes one step on the next batch."""
-        x, y = next(self.batches)
+        loss_of = next(self.losses)
         began = time.perf_counter()
         self.optimizer.zero_grad()
-        loss = cross_entropy(self.replica.model(x), y)
+        loss = loss_of(self.replica.model)
         forward = time.perf_counter()
         loss.backward()
         backward = time.perf_counter()
@@ -177,6 +210,6 @@ def _new_group() -> dist.ProcessGroup:
 
 
 def _optimizer(plan: Plan, parameters: Iterator[torch.nn.Parameter]) -> Optimizer:
-    if plan.until_loss:
+    if plan.until_loss and plan.recipe:
         return Adam(parameters, lr=plan.recipe.lr, eps=ADAM_EPS)
     return SGD(parameters, lr=1e-3)  # cheap: the exchange is what is timed

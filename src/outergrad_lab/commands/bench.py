@@ -14,17 +14,14 @@ from outergrad.launch.console import errors_in_one_line
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.links import ShapedLink, parse_link, what_is_missing
 from outergrad.launch.processes import exit_on_signals
+from outergrad.tools.commands.model_options import Model, Rows
 from outergrad.tools.commands.options import DATA_DIR, DataDir
 from outergrad_lab.bench.plan import COMPARED, Plan
 from outergrad_lab.bench.report import Report, result_file
 from outergrad_lab.bench.run import bench as run_bench
 from outergrad_lab.bench.run import notes
 from outergrad_lab.peers.named import METHOD_HELP
-from outergrad_lab.workloads import WORKLOADS
 
-Model = Annotated[
-    str, typer.Option("--model", "--workload", help=f"What to train: {', '.join(WORKLOADS)}.")
-]
 LinkRates = Annotated[
     str,
     typer.Option(
@@ -74,6 +71,7 @@ USUAL = "100mbit"
 
 def bench(
     model: Model = Plan.workload,
+    rows: Rows = None,
     link: LinkRates = "",
     latency: Latency = "0ms",
     sites: Sites = Plan.sites,
@@ -98,6 +96,7 @@ def bench(
     with errors_in_one_line(), signals_in_one_line():
         plan = Plan(
             workload=model,
+            rows=rows,
             methods=tuple(map(str.strip, methods.split(","))) if methods else COMPARED,
             sites=sites,
             steps=steps,

@@ -12,7 +12,6 @@ from typing import Any
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.links import ShapedLink, parse_link, what_is_missing
 from outergrad.tools.plan.forecast import Forecast, Question, forecast
-from outergrad.tools.plan.measure import ROUNDS as PLANNED_ROUNDS
 from outergrad.tools.plan.measure import Planned
 from outergrad_lab.bench.around_hub import AroundHub, time_around_hub
 from outergrad_lab.bench.plan import Plan
@@ -197,22 +196,24 @@ class SitesWork:
             link=parse_link(self.link, self.latency, "latency"),
             methods=self.methods,
             seconds=self.seconds,
+            buffers="local",  # as in trainings, which average them before a test
         )
 
     def run(self, context: Context) -> dict[str, Any]:
-        """Plans steps, in a step of progress per method and round, and as many for no exchange."""
-        context.steps(PLANNED_ROUNDS * (len({"dense", *self.methods}) + 1))
-        planned = forecast(self.question, lambda _: context.advance())
-        steps = {method.method: _planned_step(planned, method) for method in planned.methods}
-        return {"steps": steps, "alone_s": planned.alone.compute_s}
+        """Plans steps, in one step of progress."""
+        context.steps(1)
+        planned = forecast(self.question, lambda _: None)
+        context.advance()
+        asked = [method for method in planned.methods if method.method in self.methods]
+        steps = {method.method: _planned_step(planned, method) for method in asked}
+        return {"steps": steps, "alone_s": planned.alone.compute_s.middle}
 
 
 def _planned_step(planned: Forecast, method: Planned) -> dict[str, Any]:
-    messages = method.traces[-1].messages
     return {
-        "step_s": planned.seconds(method),
-        "compute_s": method.compute_s,
-        "sent_bytes": sum(m.total.sent for m in messages) / planned.question.sites,
+        "step_s": method.seconds(planned.question.link).middle,
+        "compute_s": method.compute_s.middle,
+        "sent_bytes": sum(m.total.sent for m in method.last[-1].messages) / planned.question.sites,
         "wire_bytes": method.wire_bytes,
         "messages": method.messages,
     }

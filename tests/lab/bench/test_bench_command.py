@@ -24,7 +24,13 @@ MISSING = what_is_missing(ShapedLink(rate_bit_per_s=1e8), 3)
 shaped = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 LOOPBACK = ["--link", "loopback"]
 MISTAKES = {
-    "workload": (["--workload", "chess"], "--workload must be one of mlp, deep-mlp"),
+    "workload": (["--workload", "chess"], "--model must be one of mlp, deep-mlp"),
+    "rows": (["--rows", "0"], "--rows must be 1 or more, not 0"),
+    "rows of one's own": (["--model", "mine:make"], "--model mine:make needs --rows"),
+    "loss of one's own": (
+        ["--model", "mine:make", "--rows", "4", "--until-loss", "1"],
+        "--until-loss needs real data; mine:make has none",
+    ),
     "method": (["--methods", "ddp,magic"], "--methods must be one of pooled, alone, ddp"),
     "pooled": (["--methods", "pooled"], "pooled exchanges nothing"),
     "method twice": (["--methods", "ddp, ddp"], "--methods must name each method once"),
@@ -56,6 +62,13 @@ def test_a_mistake_is_one_line_and_exit_code_2(args, said):
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
     assert not result.stdout
+
+
+def test_a_model_that_cannot_be_made_is_one_line():
+    result = invoke("--model", "nowhere:make", "--rows", "4", *LOOPBACK)
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert "--model nowhere:make: cannot import 'nowhere'" in result.stderr
 
 
 def test_help_names_every_choice():

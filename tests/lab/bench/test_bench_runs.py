@@ -93,6 +93,31 @@ def test_on_loopback_methods_train_to_a_loss(tmp_path, data_dir):
     assert [mark["steps"] for mark in dad["way"]] == list(range(20, dad["steps"] + 1, 20))
 
 
+MINE = """
+import torch
+from torch import nn
+
+
+def make(rows):
+    return nn.Sequential(nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, 9)), torch.randn(rows, 60)
+"""
+
+
+def test_a_model_of_ones_own_is_measured(tmp_path, monkeypatch):
+    (tmp_path / "my_measured.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    said, (link,) = bench(
+        tmp_path / "a.json",
+        *("--model", "my_measured:make", "--rows", "3", "--methods", "ddp,dad,rank-dad-1"),
+        *("--link", "loopback", "--rounds", "1", "--steps", "2"),
+    )
+    assert link["data"] == "its own"
+    claimed = {timing["method"]: timing["claimed_bytes"] for timing in link["timings"]}
+    assert claimed["dad"] == pytest.approx(4 * 3 * (60 + 50 + 50 + 9), rel=0.25)
+    assert claimed["rank-dad-1"] < claimed["dad"]
+    assert "my_measured:make, 2 sites" in said
+
+
 def sent_bytes(process: psutil.Process) -> int:
     """What has left by the interface of a site; 0 before it has got there."""
     try:

@@ -14,6 +14,7 @@ from outergrad_lab.workloads import WORKLOADS
 COUNTS = ("sites", "steps", "rounds", "threads", "check_every", "max_steps")
 BAD = [
     ("workload", "chess", "one of mlp, "),
+    ("rows", 0, " or more, not 0"),
     ("methods", (), "at least one"),
     ("methods", ("ddp", "dad", "ddp"), "each method once"),
     ("methods", ("magic",), "not 'magic'"),
@@ -42,7 +43,8 @@ def test_a_bad_value_is_refused_in_one_line_by_the_name_of_its_option(name, valu
     with pytest.raises(RecipeError) as caught:
         Plan(**{name: value})
     text = str(caught.value)
-    assert text.startswith(f"--{name.replace('_', '-')} ")
+    option = {"workload": "model"}.get(name, name.replace("_", "-"))
+    assert text.startswith(f"--{option} ")
     assert said in text
     assert "\n" not in text
 

@@ -6,10 +6,12 @@ from itertools import islice
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import SGD, Adam
 
 from outergrad.launch.errors import RecipeError
 from outergrad_lab.bench.plan import Plan
+from outergrad_lab.bench.run import count_parameters
 from outergrad_lab.bench.trainer import Phases, Trainer, batches, dataset
 from outergrad_lab.workloads import WORKLOADS
 
@@ -20,7 +22,7 @@ def test_without_files_random_data_of_the_same_shape_takes_their_place(tmp_path,
     data, name = dataset(plan)
     assert name == "synthetic"
     assert data.format == plan.recipe.format
-    x, _ = next(batches(plan, data, site=2))
+    x, _ = next(batches(plan, plan.recipe, data, site=2))
     assert x.shape == (plan.recipe.batch_size, *plan.recipe.format.shape)
 
 
@@ -40,7 +42,9 @@ def test_real_data_is_taken_where_it_is(data_dir):
 def test_sites_hold_rows_of_their_own(tmp_path):
     plan = Plan(workload="deep-mlp", sites=2, data_dir=tmp_path)
     data, _ = dataset(plan)
-    seen = [torch.cat([x for x, _ in islice(batches(plan, data, s), 2)]) for s in range(2)]
+    seen = [
+        torch.cat([x for x, _ in islice(batches(plan, plan.recipe, data, s), 2)]) for s in range(2)
+    ]
     rows = torch.cat(seen)
     assert len(rows.unique(dim=0)) == len(rows) == len(data.x_train)
 
@@ -48,7 +52,7 @@ def test_sites_hold_rows_of_their_own(tmp_path):
 def test_batches_come_without_end_and_the_same_again(tmp_path):
     plan = Plan(workload="deep-mlp", data_dir=tmp_path)
     data, _ = dataset(plan)
-    first, again = [list(islice(batches(plan, data, 0), 7)) for _ in range(2)]
+    first, again = [list(islice(batches(plan, plan.recipe, data, 0), 7)) for _ in range(2)]
     assert all(x.equal(u) and y.equal(v) for (x, y), (u, v) in zip(first, again, strict=True))
 
 
@@ -72,3 +76,32 @@ def test_a_step_is_timed_phase_by_phase(tmp_path, until_loss, kind):
 def test_the_phases_have_names():
     wanted = ["forward_s", "backward_s", "optimizer_s", "compress_s", "wait_s"]
     assert Phases.names() == wanted
+
+
+MINE = f"{__name__}:shared"
+SHARED = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def shared(rows):
+    """Returns the same model each time, and inputs by name."""
+    return SHARED, {"input": torch.ones(rows, 7)}
+
+
+def test_a_model_of_ones_own_has_other_weights_in_each_trainer():
+    plan = Plan(workload=MINE, rows=4, methods=("alone",))
+    data, name = dataset(plan)
+    assert (data, name) == (None, "its own")
+    trainers = [Trainer(plan, "alone", data, site) for site in (0, 1)]
+    before = [p.clone() for p in SHARED.parameters()]
+    assert trainers[0].step().step_s > 0
+    first, second = ([*t.replica.model.parameters()] for t in trainers)
+    assert all(p.equal(q) for p, q in zip(second, before, strict=True))
+    assert not any(p.equal(q) for p, q in zip(first, before, strict=True))
+    assert count_parameters(plan) == 7 * 5 + 5 + 5 * 3 + 3
+
+
+def test_rows_of_a_workload_can_be_changed(tmp_path):
+    plan = Plan(workload="deep-mlp", rows=3, data_dir=tmp_path)
+    data, _ = dataset(plan)
+    x, _ = next(batches(plan, plan.recipe, data, site=0))
+    assert len(x) == 3

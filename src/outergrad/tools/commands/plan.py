@@ -12,14 +12,13 @@ from outergrad._whole_files import write_whole
 from outergrad.launch.console import errors_in_one_line, step_bars
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.links import parse_link, parse_rate
+from outergrad.tools.commands.model_options import Model, Rows
 from outergrad.tools.commands.options import METHOD_HELP
 from outergrad.tools.plan.forecast import Forecast, Question, forecast
-from outergrad.tools.plan.measure import ROUNDS
-from outergrad.tools.plan.subject import known
 from outergrad.tools.plan.table import (
+    about_dense,
     layer_tables,
     methods_table,
-    sentences,
     why_equal_layers_differ,
 )
 
@@ -27,19 +26,6 @@ WIDTH = 80
 """Columns of output that is not written to a terminal."""
 COMPARED = "dense,dad,edad,og-powersgd:rank=4,rank-dad-1,rank-dad-4,rank-dad:rank=16"
 
-Model = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        "--workload",
-        help=f"One of {', '.join(known())}; or module:factory, a function of your own that "
-        "is given the number of rows and returns (model, inputs).",
-    ),
-]
-Rows = Annotated[
-    int | None,
-    typer.Option(help="Rows of a batch on one site.", show_default="the workload's own"),
-]
 Sites = Annotated[int, typer.Option(help="Number of sites.")]
 LinkRate = Annotated[
     str,
@@ -71,7 +57,13 @@ Methods = Annotated[str, typer.Option(help=f"With commas, of: {METHOD_HELP}.")]
 Threads = Annotated[
     int | None, typer.Option(min=1, help="PyTorch's.", show_default="as PyTorch chooses")
 ]
-Seconds = Annotated[float, typer.Option(help="Begin no further round of steps after so long.")]
+Seconds = Annotated[
+    float,
+    typer.Option(
+        help="Repeat the steps until it is clear which method is the fastest, but begin no further "
+        "round after so long."
+    ),
+]
 PerLayer = Annotated[bool, typer.Option("--layers", help="Show what every layer sends, too.")]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="File that gets all of it.", dir_okay=False)
@@ -118,8 +110,7 @@ def plan(
 
 def _watched(question: Question) -> Forecast:
     with step_bars(shown=True) as bars:
-        turns = ROUNDS * (len({"dense", *question.methods}) + 1)
-        task = bars.add_task(question.model, total=turns)
+        task = bars.add_task(question.model, total=None)  # it ends when enough is known
         return forecast(
             question,
             lambda done: bars.update(task, advance=1, description=f"{question.model}: {done}"),
@@ -131,7 +122,7 @@ def show(found: Forecast, *, layers: bool = False) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
-    for sentence in sentences(found):
+    for sentence in [*found.verdict, *about_dense(found)]:
         console.print(sentence, highlight=False)
     console.print(methods_table(found))
     if not layers:

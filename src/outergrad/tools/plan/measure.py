@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import mean
 
+import torch
 from torch.optim import SGD
 
 import outergrad as og
@@ -18,6 +19,7 @@ from outergrad.launch.errors import RecipeError
 from outergrad.launch.links import ShapedLink
 from outergrad.record.stats import LayerStats, Stats
 from outergrad.session.attach import attach
+from outergrad.step.buffers import Kind
 from outergrad.tools.named_methods.attach import (
     CONFIGURABLE,
     METHODS,
@@ -25,12 +27,16 @@ from outergrad.tools.named_methods.attach import (
     Distributed,
     attach_of,
 )
+from outergrad.tools.plan.interval import FEWEST, Interval
+from outergrad.tools.plan.learnt import learnt_by_others
 from outergrad.tools.plan.network import Network, as_settled, sent_wire_bytes, step_seconds
 from outergrad.tools.plan.subject import Subject
 
-ROUNDS = 3
-STEPS = 4
-"""Measured steps per round. It is even, for steps may be of two alternating kinds."""
+PAIRS = 2
+"""Pairs of steps that are measured in a turn. They are pairs, for steps may be of two alternating
+kinds."""
+LEAST_SHARE = 0.01
+"""Share of a step for which its thread had a processor at least, whatever a coarse clock says."""
 WARM_UP = 5
 """Steps after which a session omits its headers, whatever it learns in the first ones."""
 
@@ -69,6 +75,57 @@ def is_exact(method: Method) -> bool:
     return isinstance(method, (og.Dense, og.DAD, og.EDAD)) and not getattr(method, "wire", ())
 
 
+def forms_gradients(method: Method) -> bool:
+    """True if a site computes all that training alone does, and more.
+
+    Low rank does not: where that is less work, it never forms the gradient of a weight.
+    """
+    return not isinstance(method, og.RankDAD)
+
+
+Pair = tuple[Trace, Trace]
+"""Traces of two steps, one behind the other."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Measurements of a method while it has its turn.
+
+    Attributes:
+        pairs: Traces of the measured steps.
+        threads: PyTorch's.
+        stats: The session's statistics of the last two steps, averaged.
+        learnt: In words, information that the session gives to other sites.
+    """
+
+    pairs: Sequence[Pair]
+    threads: int = 1
+    stats: Stats = field(default_factory=Stats)
+    learnt: str = ""
+
+    @property
+    def quickest(self) -> Pair:
+        """The pair of steps that took least. What disturbs a step only makes it longer."""
+        return min(self.pairs, key=_computed_s)
+
+    @property
+    def compute_s(self) -> Interval:
+        """Seconds that a step computes where no other program has the processor.
+
+        They are not more than it took. With one thread, they are not more than that had a
+        processor. Other programs that have it for a part of the time have the caches, too, which
+        makes the rest of the step longer, by less than that part.
+        """
+        took_s = _computed_s(self.quickest)
+        had_s = max(mean(trace.processor_s for trace in self.quickest), LEAST_SHARE * took_s)
+        waited = 1 - had_s / took_s
+        return Interval(had_s * (1 - waited / 2), had_s if self.threads == 1 else took_s)
+
+
+def _computed_s(pair: Pair) -> float:
+    return mean(trace.compute_s for trace in pair)
+
+
 @dataclass
 class Planned:
     """Measurements of a method.
@@ -77,15 +134,25 @@ class Planned:
         method: Its name.
         exact: True if its gradient is exact.
         network: Network between the sites.
-        traces: Trace of each measured step.
-        stats: The session's statistics of the last two steps, averaged.
+        within: Another candidate, all of whose computation this one does, too.
+        turns: Measurements of each turn.
     """
 
     method: str
     exact: bool
     network: Network
-    traces: list[Trace] = field(default_factory=list)
-    stats: Stats = field(default_factory=Stats)
+    within: Planned | None = None
+    turns: list[Turn] = field(default_factory=list)
+
+    @property
+    def stats(self) -> Stats:
+        """The session's statistics of a step."""
+        return self.turns[-1].stats
+
+    @property
+    def learnt(self) -> str:
+        """In words, information that it gives to other sites."""
+        return self.turns[-1].learnt
 
     @property
     def sent_bytes(self) -> int:
@@ -95,78 +162,117 @@ class Planned:
     @property
     def wire_bytes(self) -> float:
         """Bytes an interface sends, averaged over the sites, as `outergrad bench` counts them."""
-        messages = [message for trace in self.traces[-2:] for message in trace.messages]
+        messages = [message for trace in self.last for message in trace.messages]
         nbytes = sum(sent_wire_bytes(message, self.network) for message in messages)
-        return nbytes / len(self.traces[-2:])
+        return nbytes / len(self.last)
+
+    @property
+    def last(self) -> Pair:
+        """Traces of the last two steps."""
+        return self.turns[-1].pairs[-1]
 
     @property
     def messages(self) -> int:
         """Number of collectives in a step."""
-        return len(self.traces[-1].messages)
+        return len(self.last[-1].messages)
 
     @property
-    def compute_s(self) -> float:
-        """Median seconds of computation in a step."""
-        return median(trace.compute_s for trace in self.traces)
+    def compute_s(self) -> Interval:
+        """Seconds of computation in a step."""
+        own = Interval.of([turn.compute_s for turn in self.turns])
+        return own if self.within is None else own.at_least(self.within.compute_s)
 
-    def seconds(self, link: ShapedLink) -> float:
-        """Median seconds of a step on a link."""
-        return median(step_seconds(trace, link, self.network) for trace in self.traces)
+    def seconds(self, link: ShapedLink) -> Interval:
+        """Seconds of a step on a link.
+
+        The computation was measured, and is in doubt. The waits follow from it and from the bytes.
+        """
+        pair = min((turn.quickest for turn in self.turns), key=_computed_s)
+        known = self.compute_s
+        bounds = (self._step_s(pair, link, compute_s) for compute_s in (known.low, known.high))
+        return Interval(*bounds)
+
+    def _step_s(self, pair: Pair, link: ShapedLink, compute_s: float) -> float:
+        pace = compute_s / _computed_s(pair)
+        traces = [trace.as_if(pace * trace.compute_s) for trace in pair]
+        return mean(step_seconds(trace, link, self.network) for trace in traces)
 
 
-def measure(
-    subject: Subject,
-    methods: dict[str, Method],
-    network: Network,
-    link: ShapedLink,
+def busy_share(planned: Sequence[Planned]) -> float:
+    """Returns the share of the measured steps in which the training thread had no processor."""
+    traces = [t for one in planned for turn in one.turns for pair in turn.pairs for t in pair]
+    computed_s = sum(trace.compute_s for trace in traces)
+    return 1 - sum(trace.processor_s for trace in traces) / max(computed_s, 1e-9)
+
+
+def repeat(
+    turns: Sequence[Callable[[], None]],
     seconds: float,
-    progress: Callable[[str], None],
-) -> tuple[Planned, list[Planned]]:
-    """Runs steps of all methods in turns; each round begins with another method.
+    enough: Callable[[], bool],
+    clock: Callable[[], float] = time.perf_counter,
+) -> int:
+    """Lets candidates take turns until the answer is known; returns the number of rounds.
+
+    Each round begins with another candidate.
 
     Args:
+        turns: A turn of each candidate.
+        seconds: Time after which no further round begins.
+        enough: True if no further round is needed.
+        clock: Clock of these seconds.
+    """
+    began, order, rounds = clock(), deque(turns), 0
+    while True:
+        for turn in order:
+            turn()
+        order.rotate(-1)
+        rounds += 1
+        if clock() - began >= seconds or (rounds >= FEWEST and enough()):
+            return rounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Place of the measurements.
+
+    Attributes:
         subject: The model and its batch.
-        methods: Methods by name.
         network: Network between the sites.
         link: Link of each site.
-        seconds: Time after which no further round begins.
-        progress: Called with the name of each method that has had its turn.
-
-    Returns:
-        The measurements of training alone, and of each method.
-
-    Raises:
-        RecipeError: A method does not fit the model, or its step fails.
+        buffers: How buffers are shared.
     """
-    alone = Planned("alone", True, network)
-    planned = {name: Planned(name, is_exact(method), network) for name, method in methods.items()}
-    turns: deque[str | None] = deque([None, *methods])
-    began = time.perf_counter()
-    for turn in range(ROUNDS):
-        if turn and time.perf_counter() - began > seconds:
-            break
-        for name in turns:
-            if name is None:
-                _run(subject, Tracer(), alone, warm_up=1)
-            else:
-                _run_shared(subject, methods[name], link, planned[name])
-            progress(name or "alone")
-        turns.rotate(-1)
-    return alone, list(planned.values())
 
+    subject: Subject
+    network: Network
+    link: ShapedLink
+    buffers: Kind
 
-def _run_shared(subject: Subject, method: Method, link: ShapedLink, planned: Planned) -> None:
-    tracer = Tracer()
-    cost = planned.network.cost
-    comm = MirrorComm(cost.sites, tracer, cost)
-    try:
-        session = attach(subject.model, method, comm, as_settled(link, planned.network))
-    except ValueError as error:
-        raise RecipeError(f"--methods {planned.method}: {error}") from error
-    found: deque[Stats] = deque(maxlen=2)
-    _run(subject, tracer, planned, WARM_UP, lambda: found.append(session.stats()))
-    planned.stats = _mean(*found)
-    session.detach()
+    def alone(self) -> Turn:
+        """Measures training without exchange.
+
+        Raises:
+            RecipeError: A step fails.
+        """
+        return Turn(_pairs(self.subject, Tracer(), "", warm_up=1), torch.get_num_threads())
+
+    def turn(self, name: str, method: Method) -> Turn:
+        """Measures a method among mirrors.
+
+        Raises:
+            RecipeError: The method does not fit the model, or its step fails.
+        """
+        tracer, cost = Tracer(), self.network.cost
+        comm, link = MirrorComm(cost.sites, tracer, cost), as_settled(self.link, self.network)
+        try:
+            session = attach(self.subject.model, method, comm, link, buffers=self.buffers)
+        except ValueError as error:
+            raise RecipeError(f"--methods {name}: {error}") from error
+        stats: deque[Stats] = deque(maxlen=2)
+        where = f"--methods {name}: "
+        pairs = _pairs(self.subject, tracer, where, WARM_UP, lambda: stats.append(session.stats()))
+        learnt = learnt_by_others(session.coverage())
+        session.detach()
+        return Turn(pairs, torch.get_num_threads(), _mean(*stats), learnt)
 
 
 def _mean(one: Stats, other: Stats) -> Stats:
@@ -182,24 +288,25 @@ def _mean_bytes(one: Stats | LayerStats, other: Stats | LayerStats) -> dict[str,
     return {name: (getattr(one, name) + getattr(other, name)) // 2 for name in names}
 
 
-def _run(
+def _pairs(
     subject: Subject,
     tracer: Tracer,
-    planned: Planned,
+    where: str,
     warm_up: int,
     after_step: Callable[[], None] = lambda: None,
-) -> None:
+) -> list[Pair]:
     # The cost of a step does not depend on the learning rate; with zero nothing diverges.
     optimizer = SGD(subject.model.parameters(), lr=0.0)
-    for k in range(warm_up + STEPS):
+    traces = []
+    for _ in range(warm_up + 2 * PAIRS):
         tracer.begin()
         optimizer.zero_grad()
         try:
-            subject.loss().backward()
+            subject.loss(subject.model).backward()
         except (RuntimeError, ValueError) as error:
-            raise RecipeError(f"--methods {planned.method}: {error}") from error
+            raise RecipeError(f"{where}{error}") from error
         optimizer.step()
-        trace = tracer.end()
+        traces.append(tracer.end())
         after_step()
-        if k >= warm_up:
-            planned.traces.append(trace)
+    measured = traces[warm_up:]
+    return [*zip(measured[::2], measured[1::2], strict=True)]

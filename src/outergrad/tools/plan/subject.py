@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from outergrad.launch.errors import RecipeError
+from outergrad.tools.named_methods.attach import did_you_mean
 
 
 def imported(option: str, name: str) -> Callable[[int], Any]:
@@ -69,13 +70,13 @@ class Subject:
         name: Name as the user gave it.
         model: The model.
         rows: Rows of the batch, per site.
-        loss: Runs the forward pass.
+        loss: Runs the forward pass of the model, or of what wraps it.
     """
 
     name: str
     model: nn.Module
     rows: int
-    loss: Callable[[], Tensor]
+    loss: Callable[[nn.Module], Tensor]
 
 
 @cache
@@ -96,15 +97,27 @@ def subject(name: str, rows: int | None) -> Subject:
         RecipeError: There is no such model, or it cannot be built.
     """
     torch.manual_seed(0)
+    check_subject(name, rows)
+    return known()[name](rows) if rows is None or name in known() else _of_factory(name, rows)
+
+
+def check_subject(name: str, rows: int | None) -> None:
+    """Checks the name of a model, and the rows of its batch.
+
+    Raises:
+        RecipeError: There is no such model, or it needs to know the rows.
+    """
+    if rows is not None and rows < 1:
+        raise RecipeError(f"--rows must be 1 or more, not {rows}")
     if name in known():
-        return known()[name](rows)
+        return
     if ":" not in name:
+        close = did_you_mean(name, [*known()])
         raise RecipeError(
-            f"--model must be one of {', '.join(known())}, or module:factory, not {name!r}"
+            f"--model must be one of {', '.join(known())}, or module:factory, not {name!r}{close}"
         )
     if rows is None:
         raise RecipeError(f"--model {name} needs --rows: how many the factory should make")
-    return _of_factory(name, rows)
 
 
 def try_step(subject: Subject) -> None:
@@ -114,7 +127,7 @@ def try_step(subject: Subject) -> None:
         RecipeError: The model fails on its inputs.
     """
     try:
-        subject.loss().backward()
+        subject.loss(subject.model).backward()
     except RecipeError:
         raise
     except Exception as error:
@@ -136,7 +149,7 @@ def _of_factory(name: str, rows: int) -> Subject:
     if any(p.device.type != "cpu" for p in model.parameters()):
         raise RecipeError(f"--model {name}: its model is on a GPU: build it on the CPU")
     args, kwargs = _arguments(name, inputs)
-    return Subject(name, model, rows, lambda: _mean_square(name, model(*args, **kwargs)))
+    return Subject(name, model, rows, lambda called: _mean_square(name, called(*args, **kwargs)))
 
 
 def _called(name: str, factory: Callable[[int], Any], rows: int) -> Any:

@@ -11,21 +11,20 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from outergrad._amounts import milliseconds, times
-from outergrad.launch.links import ShapedLink
-from outergrad.tools.plan.forecast import HIGHEST_BIT_PER_S, Forecast
+from outergrad._amounts import times
+from outergrad.tools.plan.comparison import DENSE, Comparison, Standing, as_range, in_ms
+from outergrad.tools.plan.forecast import Forecast
+from outergrad.tools.plan.interval import Interval
 from outergrad.tools.plan.layers import LayerBytes, LayerPlan
 from outergrad.tools.plan.measure import Planned
 
 _HEADINGS = (
-    "exact",
+    "ex-\nact",
     "kB sent\nper step",
     "fewer\nbytes",
-    "mes-\nsages",
-    "com-\nputing",
-    "wait-\ning",
+    "comput-\ning, ms",
     "step,\nms",
-    "x\ndense",
+    "x as fast\nas dense",
 )
 _LAYERS = (
     "kB that a site sends per step and layer\n(f: factors, l: low rank, s: sparse, "
@@ -42,21 +41,27 @@ def methods_table(plan: Forecast) -> Table:
     table.add_column("method", overflow="fold")
     for heading in _HEADINGS:
         table.add_column(heading, justify="right", no_wrap=True)
-    for planned in plan.methods:
-        table.add_row(planned.method, *_method_cells(plan, planned))
+    comparison = plan.comparison
+    table.add_row("alone", *_cells_alone(comparison.alone_s, comparison))
+    for standing in comparison.standings:
+        table.add_row(standing.method, *_cells(standing, comparison))
     return table
 
 
-def _method_cells(plan: Forecast, planned: Planned) -> Iterator[str]:
-    dense, step_s = plan.dense, plan.seconds(planned)
-    yield "yes" if planned.exact else "no"
-    yield _kilobytes(planned.sent_bytes)
-    yield times(dense.sent_bytes / planned.sent_bytes) if planned.sent_bytes else "-"
-    yield str(planned.messages)
-    yield milliseconds(planned.compute_s)
-    yield milliseconds(step_s - planned.compute_s)
-    yield milliseconds(step_s)
-    yield f"{step_s / plan.seconds(dense):.3f}"
+def _cells_alone(alone_s: Interval, comparison: Comparison) -> Iterator[str]:
+    yield from ("", "-", "-")
+    yield in_ms(alone_s)
+    yield in_ms(alone_s)
+    yield as_range(comparison.speed(alone_s))
+
+
+def _cells(standing: Standing, comparison: Comparison) -> Iterator[str]:
+    yield "yes" if standing.exact else "no"
+    yield _kilobytes(standing.sent_bytes)
+    yield times(comparison.fewer(standing)) if standing.sent_bytes else "-"
+    yield in_ms(standing.compute_s)
+    yield in_ms(standing.step_s)
+    yield "1" if standing.method == DENSE else as_range(comparison.speed(standing.step_s))
 
 
 def layer_tables(plan: Forecast, console: Console) -> Iterator[Table]:
@@ -92,7 +97,7 @@ def _table(plan: Forecast, methods: Sequence[Planned]) -> Table:
     for layer in plan.layers:
         table.add_row(*_layer_cells(layer), *(_sent(layer.sent.get(m.method)) for m in methods))
     table.add_section()
-    for name, cells in _totals(methods):
+    for name, cells in _totals(plan, methods):
         table.add_row(name, "", "", "", *cells)
     return table
 
@@ -147,29 +152,39 @@ def _kilobytes(nbytes: float) -> str:
     return f"{nbytes / 1e3:,.{1 if nbytes < 100e3 else 0}f}"
 
 
-def _totals(methods: Sequence[Planned]) -> Iterator[tuple[str, list[str]]]:
+def _totals(plan: Forecast, methods: Sequence[Planned]) -> Iterator[tuple[str, list[str]]]:
+    beside = [m.sent_bytes - _of_layers(plan, m.method) for m in methods]
+    yield "buffers, headers", [_kilobytes(nbytes) + " " for nbytes in beside]
     yield "total", [_kilobytes(m.sent_bytes) + " " for m in methods]
     yield "with TCP/IP, mean", [_kilobytes(m.wire_bytes) + " " for m in methods]
 
 
-_EVEN = 0.03
-"""Relative difference of step times below which they count as equal."""
+def _of_layers(plan: Forecast, method: str) -> int:
+    cells = (layer.sent.get(method) for layer in plan.layers)
+    return sum(cell.sent_bytes or 0 for cell in cells if cell is not None)
 
 
-def sentences(plan: Forecast) -> Iterator[str]:
-    """Yields which methods pay, by how much, and the link rate from which on dense is as fast."""
-    sites, link = plan.question.sites, plan.question.link.name
-    for exact, kind in ((True, "exact"), (False, "approximate")):
-        best = plan.fastest(exact=exact)
-        if best is not None:
-            yield f"Of the {kind} methods {_verdict(plan, best)}. {_from_where_on(plan, best)}"
+def about_dense(plan: Forecast) -> Iterator[str]:
+    """Yields what a step takes alone and by dense, and in how many layers factors pay."""
+    comparison, sites = plan.comparison, plan.question.sites
     yield (
-        f"Alone a step takes {_ms(plan.alone.compute_s)} here; dense, with {sites} sites on "
-        f"{link}, {_ms(plan.seconds(plan.dense))}."
+        f"Alone a step takes {in_ms(comparison.alone_s, ' to ')} ms here; dense, with {sites} "
+        f"sites on {plan.question.link.name}, {in_ms(comparison.dense.step_s, ' to ')} ms."
     )
+    yield from less_than_alone(comparison)
     limits = [layer.break_even for layer in plan.layers if layer.break_even is not None]
     if limits:
         yield _rows(plan, [low for low, _ in limits], [high for _, high in limits])
+
+
+def less_than_alone(comparison: Comparison) -> Iterator[str]:
+    """Yields which methods compute less than training alone for sure, and why."""
+    for one in comparison.standings:
+        if one.compute_s.is_below(comparison.alone_s):
+            yield (
+                f"{one.method} computes less than training alone, because it does not form the "
+                f"gradient of every weight."
+            )
 
 
 def why_equal_layers_differ(plan: Forecast) -> str:
@@ -189,31 +204,6 @@ def why_equal_layers_differ(plan: Forecast) -> str:
     )
 
 
-def _verdict(plan: Forecast, best: Planned) -> str:
-    faster = plan.seconds(plan.dense) / plan.seconds(best)
-    fewer = plan.dense.sent_bytes / max(best.sent_bytes, 1)
-    if faster < 1 - _EVEN:
-        speed = f"but {times(1 / faster)} x as slow as dense: none pays on this link"
-    elif faster < 1 + _EVEN:
-        speed = "as fast as dense: none pays on this link"
-    else:
-        speed = f"{times(faster)} x as fast as dense"
-    sent = "as many bytes" if fewer < 1.05 else f"{times(fewer)} x fewer bytes"
-    return f"{best.method} is the fastest, {_ms(plan.seconds(best))}: {speed}, with {sent}"
-
-
-def _from_where_on(plan: Forecast, best: Planned) -> str:
-    """Link rate from which on dense is as fast; empty if it is as fast already."""
-    if plan.question.link.rate_bit_per_s is None or plan.seconds(best) >= plan.seconds(plan.dense):
-        return ""
-    rate = plan.even_rate(best)
-    if rate is None:
-        highest = ShapedLink(rate_bit_per_s=HIGHEST_BIT_PER_S).name
-        return f"Dense is slower than it up to {highest}."
-    rounded = ShapedLink(rate_bit_per_s=float(f"{rate:.2g}"))
-    return f"From {rounded.name} on dense is as fast."
-
-
 def _rows(plan: Forecast, lows: list[float], highs: list[float]) -> str:
     counted = [layer for layer in plan.layers if layer.rows and layer.break_even]
     paying = [v for v in counted if v.break_even and (v.rows or 0) < v.break_even[1]]
@@ -221,7 +211,3 @@ def _rows(plan: Forecast, lows: list[float], highs: list[float]) -> str:
         f"Exact factors are fewer bytes in {len(paying)} of {len(counted)} layers at these rows; "
         f"the break-even is between {min(lows):,.0f} and {max(highs):,.0f} rows."
     )
-
-
-def _ms(seconds: float) -> str:
-    return f"{milliseconds(seconds)} ms"

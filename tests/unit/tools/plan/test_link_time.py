@@ -44,7 +44,7 @@ def trace(
         else:
             found.append(Awaited(at_s, awaited))
             awaited += 1
-    return Trace(tuple(found), compute_s)
+    return Trace(tuple(found), compute_s, compute_s)
 
 
 STEPS = {
@@ -118,7 +118,7 @@ def test_an_interface_counts_headers_and_acknowledgements(collective):
 def short(collective: Collective, *, is_expected: bool) -> Trace:
     """One message of a hundred bytes."""
     sent, total = Traffic(100, 100), Traffic(200, 200)
-    return Trace((Started(1.0, collective, sent, total, is_expected), Awaited(1.0, 0)), 1.0)
+    return Trace((Started(1.0, collective, sent, total, is_expected), Awaited(1.0, 0)), 1.0, 1.0)
 
 
 @pytest.mark.parametrize("collective", [PAIRS, RING])
@@ -153,7 +153,7 @@ def test_a_star_by_hand(name, hub, sent, seconds):
     events = (Started(1.0, Collective.ALL_GATHER, traffic, of_all), Awaited(1.0, 0))
     on = ShapedLink(rate_bit_per_s=8e6, rtt_s=0.5)
     network = network_of(name, 4, hub)
-    assert step_seconds(Trace(events, 1.0), on, network) == pytest.approx(1 + 0.5 + seconds)
+    assert step_seconds(Trace(events, 1.0, 1.0), on, network) == pytest.approx(1 + 0.5 + seconds)
 
 
 def test_what_an_interface_of_a_star_sends():
@@ -169,7 +169,7 @@ def test_what_an_interface_of_a_star_sends():
 def test_a_message_through_a_hub_waits_once(collective):
     events = (Started(1.0, collective, Traffic(8, 8), Traffic(64, 64)), Awaited(1.0, 0))
     on = ShapedLink(rate_bit_per_s=None, rtt_s=1)
-    assert step_seconds(Trace(events, 1.0), on, network_of("star", 8)) == pytest.approx(2)
+    assert step_seconds(Trace(events, 1.0, 1.0), on, network_of("star", 8)) == pytest.approx(2)
 
 
 def test_methods_hear_of_the_rate_that_all_have_at_once():

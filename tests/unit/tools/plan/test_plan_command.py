@@ -12,6 +12,8 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
 import outergrad as og
@@ -22,9 +24,10 @@ from outergrad.record.stats import Stats
 from outergrad.tools.commands.app import app
 from outergrad.tools.commands.plan import COMPARED
 from outergrad.tools.plan.layers import LayerBytes, LayerPlan
-from outergrad.tools.plan.measure import Planned
+from outergrad.tools.plan.measure import PAIRS, WARM_UP, Planned, Turn, method_of
 from outergrad.tools.plan.network import network_of
 from outergrad.tools.plan.table import shortened, why_equal_layers_differ
+from ranks import run_on_lasting_groups
 
 MISSING = what_is_missing(ShapedLink(rate_bit_per_s=1e8), 3)
 shaped = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -65,6 +68,10 @@ MINE = textwrap.dedent("""
 
     def no_gradient(rows):
         return nn.Flatten(), torch.ones(rows, 3)
+
+    def normed(rows):
+        model = nn.Sequential(nn.Linear(50, 64), nn.BatchNorm1d(64), nn.Linear(64, 9))
+        return model, torch.randn(rows, 50)
 
     def frozen(rows):
         return nn.Linear(2, 2).requires_grad_(False), torch.ones(rows, 2)
@@ -147,7 +154,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(args, said, mine):
 def test_a_recipe_is_planned(tmp_path):
     said, found = planned(tmp_path, "--rows", "4", "--methods", "dad,rank-dad-1")
     said = " ".join(said.split())
-    dad, low = found["methods"].values()
+    dense, dad, low = found["methods"].values()
+    assert dense["exact"]
     assert dad["exact"]
     assert not low["exact"]
     (first, *_) = found["layers"]
@@ -155,9 +163,11 @@ def test_a_recipe_is_planned(tmp_path):
     assert first["sent"]["dad"]["marks"] == "f"
     assert 440 < first["break_even"][0] == first["break_even"][1] < 450
     assert dad["wire_bytes"] == pytest.approx(1.07 * dad["sent_bytes"], rel=0.01)
-    assert dad["step_s"] > 8 * dad["wire_bytes"] / 1e8
+    assert dad["step_s"][0] > 8 * dad["wire_bytes"] / 1e8
     assert "Of the exact methods dad is the fastest" in said
     assert "Of the approximate methods rank-dad-1 is the fastest" in said
+    assert dad["others_learn"] == "this site's gradient"
+    assert "The other sites learn this site's gradient, its largest parts" in said
     assert "Exact factors are fewer bytes in 3 of 3 layers" in said
 
 
@@ -216,7 +226,7 @@ def test_many_methods_make_several_tables(tmp_path):
     ranks = ",".join(f"rank-dad:rank={rank}:reduce=two_way" for rank in range(1, 9))
     said, found = planned(tmp_path, "--rows", "2", "--methods", ranks, "--layers")
     assert said.count("with TCP/IP") > 1
-    assert said.count("reduce=") >= len(found["methods"]) == 8
+    assert said.count("reduce=") >= len(found["methods"]) - 1 == 8
     assert "…" not in said
     assert "Of the exact" not in said
 
@@ -224,12 +234,17 @@ def test_many_methods_make_several_tables(tmp_path):
 def test_the_verdict_comes_first_and_then_a_row_per_method(tmp_path):
     methods = "dad,rank-dad-1,og-powersgd:rank=4"
     said, found = planned(tmp_path, "--rows", "4", "--methods", methods)
-    first, *lines = said.splitlines()
-    assert first.startswith("Of the exact methods dad is the fastest")
+    assert said.startswith("Of the exact methods dad is the fastest")
+    table = said[said.index("mlp, 4 rows a batch") :]
+    lines = table.splitlines()
     for name, method in found["methods"].items():
         (row,) = (line for line in lines if line.split()[:1] == [name])
         assert row.split()[1] == ("yes" if method["exact"] else "no")
         assert f"{method['sent_bytes'] / 1e3:,.1f}"[:3] in row
+    assert list(found["methods"]) == ["dense", *methods.split(",")]
+    assert found["verdict"][0].startswith("Of the exact methods dad is the fastest")
+    exact = {"methods": ["dad"], "told": True, "beside_dense": "faster than dense"}
+    assert found["fastest"]["exact"] == exact
     assert "f: factors" not in said
     assert COMPARED.split(",")[3] in methods
 
@@ -265,15 +280,45 @@ def test_without_a_limit_only_computing_is_left(tmp_path):
     said, found = planned(tmp_path, "--rows", "2", "--link", "none", "--methods", "dense,dad")
     for method in found["methods"].values():
         assert method["step_s"] == pytest.approx(method["compute_s"], abs=2e-3)
-        assert method["dense_as_fast_from_bit_per_s"] is None
-    assert "From " not in said
+        assert method["dense_slower_to_bit_per_s"] is None
+    assert "Up to" not in said
 
 
-def test_a_rate_from_which_on_dense_is_as_fast(tmp_path):
+def test_a_rate_up_to_which_dense_is_slower(tmp_path):
     args = ["--model", "mlp", "--rows", "32", "--methods", "dad", "--link"]
-    _, slow = planned(tmp_path, *args, "10mbit")
-    rate = slow["methods"]["dad"]["dense_as_fast_from_bit_per_s"]
-    assert rate is None or rate > 1e8
+    said, slow = planned(tmp_path, *args, "10mbit")
+    dense, dad = (slow["methods"][name] for name in ("dense", "dad"))
+    assert dad["dense_slower_to_bit_per_s"] > 1e7
+    faster_from = dad["dense_faster_from_bit_per_s"]
+    assert faster_from is None or faster_from > dad["dense_slower_to_bit_per_s"]
+    assert "bit dense is slower" in " ".join(said.split())
+    assert dense["dense_slower_to_bit_per_s"] is dense["dense_faster_from_bit_per_s"] is None
+
+
+NORMED = 64
+"""Features of a batch norm: so many running means and variances, and a counter."""
+
+
+@pytest.mark.parametrize("method", ["dense", "dad", "rank-dad-1"])
+def test_buffers_that_travel_in_each_step_are_counted(mine, method):
+    """As many bytes as `og.distribute` sends between two real sites, by its defaults."""
+    args = ["--model", "my_models:normed", "--rows", "4", "--methods", method, "--layers"]
+    said, found = planned(mine, *args)
+
+    def body(rank, group):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(50, NORMED), nn.BatchNorm1d(NORMED), nn.Linear(NORMED, 9))
+        session = og.distribute(model, method_of(method), group=group)
+        for _ in range(WARM_UP + 2 * PAIRS):
+            model.zero_grad()
+            model(torch.randn(4, 50)).square().mean().backward()
+        sent_bytes = session.stats().sent_bytes
+        session.detach()
+        return sent_bytes
+
+    assert found["methods"][method]["sent_bytes"] == run_on_lasting_groups(2, body)[0]
+    (line,) = (line for line in said.splitlines() if "buffers, headers" in line)
+    assert float(line.split()[-1]) * 1e3 >= 2 * 4 * NORMED + 8
 
 
 def test_a_bar_is_on_the_error_stream_alone():
@@ -293,7 +338,8 @@ def test_help_says_which_latency():
 
 
 def test_what_a_plan_calls_sent_is_the_sessions_own_count():
-    assert Planned("dad", True, network_of("torch", 2), [], Stats(sent_bytes=7)).sent_bytes == 7
+    turns = [Turn([], 1, Stats(sent_bytes=7))]
+    assert Planned("dad", True, network_of("torch", 2), None, turns).sent_bytes == 7
     assert og.__version__
 
 
