@@ -28,6 +28,9 @@ class _Changed:
     def __init__(self, work: Any, change: Callable[[list[Tensor]], None]) -> None:
         self._work, self._change = work, change
 
+    def advance(self) -> None:
+        self._work.advance()
+
     def wait(self) -> Any:
         found = self._work.wait()
         # Copies: threads that are sites would see each other's changes otherwise.

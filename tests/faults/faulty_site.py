@@ -188,6 +188,9 @@ class _Changed:
     def __init__(self, work: Any, change: Callable[[Tensor], None], sender: int) -> None:
         self._work, self._change, self._sender = work, change, sender
 
+    def advance(self) -> None:
+        self._work.advance()
+
     def wait(self) -> Any:
         found = self._work.wait()
         self._change(found[self._sender] if isinstance(found, list) else found)
