@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
+from outergrad._packages import how_to_install
 from outergrad._whole_files import load_plain, save_whole
 from outergrad.core.protocols import Method, Policy, Rules
 from outergrad.core.types import StateDict
@@ -26,7 +27,7 @@ try:
     from accelerate.utils import DistributedType, DynamoBackend
 except ImportError as error:
     _needs = "outergrad.integrations.accelerate needs accelerate: "
-    raise ImportError(_needs + "pip install 'outergrad[huggingface]'") from error
+    raise ImportError(_needs + how_to_install("accelerate")) from error
 
 _SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 

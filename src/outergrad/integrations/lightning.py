@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from outergrad._packages import how_to_install
 from outergrad._whole_files import told_of_pickle
 from outergrad.core.protocols import Method, Policy, Rules
 from outergrad.core.types import StateDict
@@ -23,7 +24,7 @@ try:
     from lightning.pytorch.strategies import DDPStrategy
 except ImportError as error:
     _needs = "outergrad.integrations.lightning needs lightning: "
-    raise ImportError(_needs + "pip install 'outergrad[lightning]'") from error
+    raise ImportError(_needs + how_to_install("lightning")) from error
 
 
 class OutergradStrategy(DDPStrategy):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from outergrad._packages import how_to_install
 from outergrad._whole_files import save_whole
 from outergrad.core.protocols import Method, Policy, Rule, Rules, TapFn
 from outergrad.core.types import Call, Factors, Slot
@@ -26,7 +27,7 @@ try:
     from outergrad.integrations.accelerate import distribute, own_loaders, site_path, site_reader
 except ImportError as error:
     _needs = "outergrad.integrations.transformers needs transformers and accelerate: "
-    raise ImportError(_needs + "pip install 'outergrad[huggingface]'") from error
+    raise ImportError(_needs + how_to_install("transformers", "accelerate")) from error
 
 _Base = transformers.Trainer if TYPE_CHECKING else object
 
