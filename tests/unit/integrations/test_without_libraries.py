@@ -33,5 +33,5 @@ def test_a_library_that_is_missing_is_named_with_what_installs_it(name, monkeypa
         monkeypatch.setitem(sys.modules, loaded, None)
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.delitem(sys.modules, f"outergrad.integrations.{name}", raising=False)
-    with pytest.raises(ImportError, match=rf"needs {library}: pip install {packages}"):
+    with pytest.raises(ImportError, match=rf"needs {library}.*: pip install {packages}"):
         importlib.import_module(f"outergrad.integrations.{name}")
