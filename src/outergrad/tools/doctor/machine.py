@@ -201,8 +201,12 @@ def check_threads(
     said = f"{threads} for {many(cores, 'core')}"
     said += f" and {sites} sites on this machine" if sites > 1 else ""
     remedy = f"export OMP_NUM_THREADS={wanted}"
+    fitting = cores // threads
     if threads > wanted:
         yield warning("threads", f"{said}: they will fight for them", remedy)
+    elif threads < wanted and sites == 1 and fitting > 1:
+        said += f": right for {fitting} sites on this machine; one alone leaves some idle"
+        yield note("threads", said, f"{remedy}, if one site runs here")
     elif threads < wanted:
         why = " (torchrun sets OMP_NUM_THREADS=1)" if "TORCHELASTIC_RUN_ID" in environment else ""
         yield note("threads", f"{said}: some stay idle{why}", remedy)
