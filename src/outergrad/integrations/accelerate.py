@@ -15,7 +15,6 @@ from outergrad._whole_files import load_plain, save_whole
 from outergrad.core.protocols import Method, Policy, Rules
 from outergrad.core.types import StateDict
 from outergrad.integrations._sites import SiteReader, resume, site_state
-from outergrad.layers import RULES
 from outergrad.methods.local_steps import LocalSteps
 from outergrad.record.recorders import Recorders
 from outergrad.session.attach import distribute as distribute_model
@@ -38,7 +37,7 @@ def distribute(
     method: Method | Policy | LocalSteps | None = None,
     *,
     recorder: Recorders = None,
-    rules: Rules = RULES,
+    rules: Rules | None = None,
 ) -> Session:
     """Shares the gradients of a model in place of the DDP that Accelerate would wrap it in.
 

@@ -14,7 +14,6 @@ from outergrad._whole_files import told_of_pickle
 from outergrad.core.protocols import Method, Policy, Rules
 from outergrad.core.types import StateDict
 from outergrad.integrations._sites import SiteReader, agree_on, resume, site_state
-from outergrad.layers import RULES
 from outergrad.methods.local_steps import LocalSteps
 from outergrad.record.recorders import Recorders
 from outergrad.session.attach import distribute
@@ -50,7 +49,7 @@ class OutergradStrategy(DDPStrategy):
         method: Method | Policy | LocalSteps | None = None,
         *,
         recorder: Recorders = None,
-        rules: Rules = RULES,
+        rules: Rules | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(**settings)

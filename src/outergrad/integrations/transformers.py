@@ -91,11 +91,12 @@ class TrainerMixin(_Base):
         *args: Any,
         method: Method | Policy | LocalSteps | None = None,
         recorder: Recorders = None,
-        rules: Rules = RULES,
+        rules: Rules | None = None,
         own_data: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._method, self._recorder, self._rules = method, recorder, rules
+        self._method, self._recorder = method, recorder
+        self._rules = RULES if rules is None else rules
         self._own_data, self._resumed = own_data, None
         super().__init__(*args, **kwargs)
         self.add_callback(_Events(self))
