@@ -32,6 +32,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Leads links to files outside of docs/ to their copies."""
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation"]  # its only entry would be the page itself
     if "/" in page.file.src_uri:
         return markdown
     return _LINK.sub(lambda m: f"[{m[1]}]({m[2]})" if _is_copied(m[2]) else m[1], markdown)
