@@ -85,6 +85,16 @@ def test_commands_are_read_as_a_shells_and_not_as_output():
     assert hook("tables").on_page_markdown("```console\nmake\n```\n") == "```bash\nmake\n```\n"
 
 
+# -- lists ----------------------------------------------------------------------------------------
+
+
+def test_a_list_needs_no_empty_line_above():
+    page = SimpleNamespace(is_homepage=False, file=SimpleNamespace(src_uri="a.md"))
+    text = "These:\n- a\n- b\n\n```text\nkept\n- as it is\n```\n"
+    shown = hook("hooks").on_page_markdown(text, page=page)
+    assert shown == "These:\n\n- a\n- b\n\n```text\nkept\n- as it is\n```\n"
+
+
 # -- what installs it -----------------------------------------------------------------------------
 
 
