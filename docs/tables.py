@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from html import escape
+from textwrap import dedent
 from typing import Any
 from xml.etree.ElementTree import Element
 
@@ -16,9 +17,11 @@ from markdown.treeprocessors import Treeprocessor
 from mkdocs.config.defaults import MkDocsConfig
 
 _PRINTED = re.compile(r"^```text\n(.*\n(-+(?: +-+)+)\n(?:.*\n)*?)```$", re.MULTILINE)
+_INDENTED = re.compile(r"(?<=\n\n)(?: {4}(?:outergrad|python|torchrun) .*(?:\n|\Z))+")
 _SHORT_CELL = 10
 _LONG_CELL = 24
 _FEW_COLUMNS = 2
+_MANY_COLUMNS = 6
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -29,7 +32,12 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Makes tables of what programs print as such, and has commands read as those of a shell."""
+    markdown = _INDENTED.sub(_as_commands, markdown)
     return _PRINTED.sub(_as_table, markdown).replace("```console\n", "```bash\n")
+
+
+def _as_commands(found: re.Match[str]) -> str:
+    return f"```bash\n{dedent(found[0]).rstrip()}\n```\n"
 
 
 def _as_table(found: re.Match[str]) -> str:
@@ -79,3 +87,5 @@ def _label(table: Element) -> None:
     lengths = [len("".join(cell.itertext())) for cell in table.iter("td")]
     if len(names) > _FEW_COLUMNS and max(lengths, default=0) > _LONG_CELL:
         table.set("data-stacked", "")
+    elif len(names) >= _MANY_COLUMNS:
+        table.set("data-wide", "")

@@ -83,6 +83,9 @@ def test_what_is_printed_otherwise_stays_a_block():
 
 def test_commands_are_read_as_a_shells_and_not_as_output():
     assert hook("tables").on_page_markdown("```console\nmake\n```\n") == "```bash\nmake\n```\n"
+    indented = "A table:\n\n    outergrad data list\n    outergrad doctor\n"
+    commands = "A table:\n\n```bash\noutergrad data list\noutergrad doctor\n```\n"
+    assert hook("tables").on_page_markdown(indented) == commands
 
 
 # -- lists ----------------------------------------------------------------------------------------
