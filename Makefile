@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check -qq
 READY := .venv/.installed
 READY_FOR_DOCS := .venv/.installed-docs
 
-.PHONY: help demo test test-all lint docs pythons
+.PHONY: help demo test test-all lint docs dist pythons
 .SILENT:
 
 help:
@@ -16,6 +16,7 @@ help:
 	echo "make lint     style, types and the direction of imports"
 	echo "make pythons  whether other supported Pythons of this machine run it"
 	echo "make docs     README and docs/ as a site that can be searched, in site/"
+	echo "make dist     a wheel in dist/, for machines without a checkout; needs no .venv"
 	echo
 	echo "PYTHON=python3.12 chooses the interpreter for .venv (now: $(PYTHON))"
 
@@ -46,6 +47,16 @@ pythons: $(READY)
 docs: $(READY_FOR_DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	echo "site/index.html"
+
+# A wheel of this checkout alone, by an environment that goes again: whoever runs a hub or a site
+# needs neither the tests' packages nor a .venv.
+dist:
+	rm -f dist/outergrad-*.whl
+	builder=$$(mktemp -d) && trap 'rm -rf "$$builder"' EXIT && \
+	$(PYTHON) -m venv $$builder && \
+	$$builder/bin/pip --disable-pip-version-check -q wheel --no-deps --wheel-dir dist .
+	wheel=$$(ls dist/outergrad-*.whl) && echo "$$wheel" && \
+	echo "where it is to run: pip install './$${wheel##*/}[cli,star]'"
 
 # The pinned torch comes first: a looser request would download gigabytes. timm comes without
 # torchvision, whose wheel beside a torch for CPUs breaks the imports of transformers and lightning.

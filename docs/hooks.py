@@ -14,6 +14,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
+_LIST_AFTER_TEXT = re.compile(r"^(?![-|#>\s]|\d+\. )(.+\n)(?=- |1\. )", re.MULTILINE)
+_FENCED = re.compile(r"^(```.*?^```)$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[([^\]]*)\]\(\.\./([^)#\s]+)\)")
 
 
@@ -30,8 +32,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def _with_lists(markdown: str) -> str:
+    """Sets lists off from the text above: on a forge they need no empty line there."""
+    parts = _FENCED.split(markdown)
+    parts[::2] = [_LIST_AFTER_TEXT.sub(r"\1\n", part) for part in parts[::2]]
+    return "".join(parts)
+
+
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Leads links to files outside of docs/ to their copies."""
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation"]  # its only entry would be the page itself
+    markdown = _with_lists(markdown)
     if "/" in page.file.src_uri:
         return markdown
     return _LINK.sub(lambda m: f"[{m[1]}]({m[2]})" if _is_copied(m[2]) else m[1], markdown)

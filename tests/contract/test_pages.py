@@ -168,7 +168,15 @@ def a_training(code: list[str]) -> dict:
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = [(torch.randn(8, 6), torch.randint(0, 3, (8,))) for _ in range(5)]
-    found = {"og": og, "model": model, "optimizer": optimizer, "loader": loader, "steps": 3}
+    found = {
+        "og": og,
+        "torch": torch,
+        "dist": dist,
+        "model": model,
+        "optimizer": optimizer,
+        "loader": loader,
+        "steps": 3,
+    }
     found |= {"loss_fn": nn.CrossEntropyLoss(), "x": loader[0][0], "y": loader[0][1]}
     found["schedule"] = torch.optim.lr_scheduler.ConstantLR(optimizer)
     if "og.distribute(" not in code[0]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pydoc
 import re
 from collections.abc import Iterator
 from operator import attrgetter
@@ -16,6 +17,7 @@ from places import REPOSITORY
 PAGES = sorted((REPOSITORY / "docs" / "reference").glob("*.md"))
 TEXT = "\n".join(page.read_text() for page in PAGES)
 DOCUMENTED = re.findall(r"^::: outergrad\.([\w.]+)$", TEXT, re.MULTILINE)
+INTEGRATIONS = ("accelerate", "fabric", "lightning", "nvflare.job", "transformers")
 MODULES = {name for name in og.__all__ if isinstance(getattr(og, name), ModuleType)}
 
 
@@ -34,6 +36,27 @@ def the_object(name: str) -> object:
 @pytest.mark.parametrize("name", list(public_names()))
 def test_the_reference_has_every_public_name(name):
     assert any(the_object(known) is the_object(name) for known in DOCUMENTED)
+
+
+@pytest.mark.parametrize("name", list(public_names()))
+def test_help_shows_no_addresses(name):
+    """A default without a name of its own would be shown as an object at some address."""
+    shown = pydoc.render_doc(the_object(name), renderer=pydoc.plaintext) if name[0] != "_" else ""
+    assert not re.search(r"\bat 0x[0-9a-f]+|<factory>|<lambda>", shown)
+
+
+@pytest.mark.parametrize("name", INTEGRATIONS)
+def test_help_of_the_integrations_shows_no_addresses(name):
+    module = pytest.importorskip(f"outergrad.integrations.{name}")
+    for found in (v for v in vars(module).values() if inspect.getmodule(v) is module):
+        if inspect.isclass(found) or inspect.isfunction(found):
+            assert " at 0x" not in str(inspect.signature(found))
+
+
+def test_help_says_what_a_first_call_has_to_know():
+    shown = pydoc.render_doc(og.distribute, renderer=pydoc.plaintext)
+    for wanted in ("og.TorchDistributed()", "og.Star(kit=...)", "optimizer", "og.Auto()"):
+        assert wanted in shown
 
 
 def test_every_method_says_when_to_choose_it():

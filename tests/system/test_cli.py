@@ -162,7 +162,7 @@ def test_without_the_extra_it_says_what_to_install():
     code = "import sys; sys.modules['rich'] = None; from outergrad.cli import main; main()"
     result = run(sys.executable, "-c", code)
     assert result.returncode == 1
-    assert result.stderr == "outergrad: rich not found: pip install 'outergrad[cli]'\n"
+    assert result.stderr == "outergrad: rich not found: pip install 'rich>=13'\n"
 
 
 def losses(log: Path) -> list[float]:

@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
+from outergrad._packages import how_to_install
 from outergrad._whole_files import load_plain, save_whole
 from outergrad.core.protocols import Method, Policy, Rules
 from outergrad.core.types import StateDict
 from outergrad.integrations._sites import SiteReader, resume, site_state
-from outergrad.layers import RULES
 from outergrad.methods.local_steps import LocalSteps
 from outergrad.record.recorders import Recorders
 from outergrad.session.attach import distribute as distribute_model
@@ -26,7 +26,7 @@ try:
     from accelerate.utils import DistributedType, DynamoBackend
 except ImportError as error:
     _needs = "outergrad.integrations.accelerate needs accelerate: "
-    raise ImportError(_needs + "pip install 'outergrad[huggingface]'") from error
+    raise ImportError(_needs + how_to_install("accelerate")) from error
 
 _SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
@@ -90,7 +90,7 @@ def distribute(
     method: Method | Policy | LocalSteps | None = None,
     *,
     recorder: Recorders = None,
-    rules: Rules = RULES,
+    rules: Rules | None = None,
 ) -> Session:
     """Shares the gradients of a model in place of the DDP that Accelerate would wrap it in.
 

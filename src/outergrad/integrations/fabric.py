@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from outergrad._packages import how_to_install
 from outergrad.core.protocols import Method, Policy
 from outergrad.methods.local_steps import LocalSteps
 from outergrad.session.ddp import DistributedDataParallel
@@ -15,7 +16,7 @@ try:
     from lightning.fabric.strategies.ddp import DDPStrategy
 except ImportError as error:
     _needs = "outergrad.integrations.fabric needs lightning: "
-    raise ImportError(_needs + "pip install 'outergrad[lightning]'") from error
+    raise ImportError(_needs + how_to_install("lightning")) from error
 
 
 class OutergradStrategy(DDPStrategy):

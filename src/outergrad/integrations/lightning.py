@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from outergrad._packages import how_to_install
 from outergrad._whole_files import told_of_pickle
 from outergrad.core.protocols import Method, Policy, Rules
 from outergrad.core.types import StateDict
 from outergrad.integrations._sites import SiteReader, agree_on, resume, site_state
-from outergrad.layers import RULES
 from outergrad.methods.local_steps import LocalSteps
 from outergrad.record.recorders import Recorders
 from outergrad.session.attach import distribute
@@ -23,7 +23,7 @@ try:
     from lightning.pytorch.strategies import DDPStrategy
 except ImportError as error:
     _needs = "outergrad.integrations.lightning needs lightning: "
-    raise ImportError(_needs + "pip install 'outergrad[lightning]'") from error
+    raise ImportError(_needs + how_to_install("lightning")) from error
 
 
 class OutergradStrategy(DDPStrategy):
@@ -49,7 +49,7 @@ class OutergradStrategy(DDPStrategy):
         method: Method | Policy | LocalSteps | None = None,
         *,
         recorder: Recorders = None,
-        rules: Rules = RULES,
+        rules: Rules | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(**settings)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from outergrad._packages import how_to_install
 from outergrad._whole_files import save_whole
 from outergrad.core.protocols import Method, Policy, Rule, Rules, TapFn
 from outergrad.core.types import Call, Factors, Slot
@@ -26,7 +27,7 @@ try:
     from outergrad.integrations.accelerate import distribute, own_loaders, site_path, site_reader
 except ImportError as error:
     _needs = "outergrad.integrations.transformers needs transformers and accelerate: "
-    raise ImportError(_needs + "pip install 'outergrad[huggingface]'") from error
+    raise ImportError(_needs + how_to_install("transformers", "accelerate")) from error
 
 _Base = transformers.Trainer if TYPE_CHECKING else object
 
@@ -90,11 +91,12 @@ class TrainerMixin(_Base):
         *args: Any,
         method: Method | Policy | LocalSteps | None = None,
         recorder: Recorders = None,
-        rules: Rules = RULES,
+        rules: Rules | None = None,
         own_data: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._method, self._recorder, self._rules = method, recorder, rules
+        self._method, self._recorder = method, recorder
+        self._rules = RULES if rules is None else rules
         self._own_data, self._resumed = own_data, None
         super().__init__(*args, **kwargs)
         self.add_callback(_Events(self))

@@ -1,7 +1,5 @@
 """Sites as processes or threads, supervised, behind shaped links."""
 
-from importlib.util import find_spec
+from outergrad._packages import require
 
-_missing = [name for name in ("psutil", "rich", "sklearn", "typer") if not find_spec(name)]
-if _missing:
-    raise ImportError(f"{', '.join(_missing)} not found: pip install 'outergrad[cli]'")
+require("psutil", "rich", "sklearn", "typer")

@@ -55,8 +55,8 @@ class LocalSteps:
 
     Attributes:
         k: Steps of the optimizer between two exchanges (H in DiLoCo).
-        outer: Makes the outer optimizer of a list of parameters, alike on all sites: by default SGD
-            with a learning rate of 1, which makes the weights their mean; `og.nesterov` is
+        outer: Makes the outer optimizer of a list of parameters, alike on all sites; if None it is
+            SGD with a learning rate of 1, which makes the weights their mean. `og.nesterov` is
             DiLoCo's. It is also called with a list of one parameter, to check it.
         method: How the change travels: `og.Dense()`; `og.RankDAD(...)` or `og.PowerSGD(...)` for
             weights at low rank and the rest dense; `og.Sparse(...)` for a few entries of weights;
@@ -76,8 +76,8 @@ class LocalSteps:
     """
 
     k: int
-    outer: Outer = field(default=average, kw_only=True)
-    method: Method | PerLayer = field(default_factory=Dense, kw_only=True)
+    outer: Outer | None = field(default=None, kw_only=True)
+    method: Method | PerLayer = field(default=Dense(), kw_only=True)
     stream: int = field(default=1, kw_only=True)
     overlap: int = field(default=0, kw_only=True)
     alpha: float | None = field(default=None, kw_only=True)
@@ -86,7 +86,7 @@ class LocalSteps:
     def __post_init__(self) -> None:
         require(type(self.k) is int and self.k >= 1, self, "k", "a whole number, 1 or more")
         self._check_turns()
-        _described(self.outer)
+        _described(self._outer)
         methods: list[Any] = [self.method]
         if isinstance(self.method, PerLayer):
             if self.method.joint:
@@ -133,11 +133,17 @@ class LocalSteps:
             "error_reset": (self.error_reset, False),
         }
         more = "".join(f", {name}={v}" for name, (v, usual) in turns.items() if v != usual)
-        return f"LocalSteps({self.k}, outer={_described(self.outer)}, method={self.method!r}{more})"
+        return (
+            f"LocalSteps({self.k}, outer={_described(self._outer)}, method={self.method!r}{more})"
+        )
 
     def optimizer(self, params: Sequence[nn.Parameter]) -> Optimizer:
         """Returns a new outer optimizer."""
-        return self.outer(list(params))
+        return self._outer(list(params))
+
+    @property
+    def _outer(self) -> Outer:
+        return average if self.outer is None else self.outer
 
 
 def _check_method(method: Any) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from outergrad._packages import how_to_install
 from outergrad.core.run_figures import about, figures
 from outergrad.events import Change, Disclosure, End, Event, Layer, Mishap, Run, Trial
 from outergrad.record.recorders import checked
@@ -49,7 +50,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard.writer import SummaryWriter
         except ImportError as error:
-            needs = "og.TensorBoard needs tensorboard: pip install 'outergrad[tensorboard]'"
+            needs = f"og.TensorBoard needs tensorboard: {how_to_install('tensorboard')}"
             raise ImportError(needs) from error
         self._open, self._writer = SummaryWriter, None
         self._travels: dict[str, str] = {}

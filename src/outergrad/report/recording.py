@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outergrad._event_lines import START, Entry, GrowingFile, parsed, read
+from outergrad._packages import require
 from outergrad.core.run_figures import first_again
 from outergrad.events import (
     Change,
@@ -183,21 +183,6 @@ def load(run: str | Path) -> Recording:
     """
     require("pandas")
     return load_thinned(run, None)
-
-
-def require(*packages: str, extras: str = "report") -> None:
-    """Checks that packages are installed.
-
-    Args:
-        packages: importable names.
-        extras: extra of outergrad that installs them.
-
-    Raises:
-        ImportError: a package is missing; names the pip command.
-    """
-    missing = [name for name in packages if find_spec(name) is None]
-    if missing:
-        raise ImportError(f"{', '.join(missing)} not found: pip install 'outergrad[{extras}]'")
 
 
 def load_thinned(run: str | Path, most_steps: int | None) -> Recording:

@@ -73,7 +73,7 @@ def distribute(
     mesh: Mesh | None = None,
     transport: Transport | None = None,
     recorder: Recorders = None,
-    rules: Rules = RULES,
+    rules: Rules | None = None,
     timeout: float | timedelta | None = None,
     max_bad_steps: int | None = None,
     weighting: _weighting.Kind = "sites",
@@ -88,6 +88,9 @@ def distribute(
     local gradients, as `DistributedDataParallel` does; model, optimizer and training loop stay as
     they are. Parameters and buffers are first made equal to rank 0's. Call it on every site of the
     group, at the same point of the program.
+
+    It changes the model in place, so the optimizer may be made before it or after. Move the model
+    to its device and dtype before.
 
     Args:
         model: any module, not wrapped but by `torch.compile`; its parameters on one device.
@@ -104,13 +107,14 @@ def distribute(
         mesh: instead of a group, sites of several ranks: a `DeviceMesh` with the dimensions "site"
             and "local". The gradients of a site's ranks are pooled before they travel, so that
             sites send each other as much as if each had one rank (docs/two-levels.md).
-        transport: how the sites reach each other, if not by torch.distributed: an object with the
-            methods of `outergrad.core.transport.Transport` (docs/extending.md).
+        transport: how the sites reach each other: `og.TorchDistributed()`, by the process group of
+            torch.distributed, if None; `og.Star(kit=...)` around a hub; or an object of your own
+            with the methods of `outergrad.core.transport.Transport` (docs/extending.md).
         recorder: receives events of the steps: `og.JSONL(path)`, `og.TensorBoard(dir)`,
             `og.WandB(run)`, any object with a method `record(event)` that takes `og.events`, or a
             list of them.
-        rules: rules by layer type, which say how a layer's gradient factors; extend them by
-            `{**og.RULES, MyLayer: MyRule()}`.
+        rules: rules by layer type, which say how a layer's gradient factors; `og.RULES` if None,
+            `{**og.RULES, MyLayer: MyRule()}` with one of your own.
         timeout: seconds, or a timedelta, that a site waits for a message before it gives up and
             raises `og.SiteLostError`; None for the timeout of the process group, by PyTorch's
             default 30 minutes. It must be longer than the time by which sites differ in arriving
@@ -152,6 +156,7 @@ def distribute(
     if transport is None:  # for another transport `opened` checks that it goes by them
         refuse_group(group)
         refuse_mesh(mesh)
+    rules = RULES if rules is None else rules
     error, not_auto, span, device = None, "", None, torch.device("cpu")
     try:
         refuse_model(model)

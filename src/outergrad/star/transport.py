@@ -9,10 +9,11 @@ import weakref
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from datetime import timedelta
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+
+from outergrad._packages import require
 
 if TYPE_CHECKING:
     from outergrad.star.line import Line
@@ -304,7 +305,7 @@ def _line_of(star: Star, patience_s: float) -> _Line:
     key = star.hub or "", os.path.realpath(kit), star.blind
     line = _lines.get(key)
     if line is None or line.latest.is_over:
-        _check_extra()
+        require("grpc", "cryptography")
         from outergrad.star.authority import read_kit
 
         line = _lines[key] = _Line(star, read_kit(kit), patience_s)
@@ -322,9 +323,3 @@ def _missing_kit() -> str:
     raise ValueError(
         "og.Star needs kit=, the file that `outergrad hub invite SITE` has written for this site"
     )
-
-
-def _check_extra() -> None:
-    missing = [name for name in ("grpc", "cryptography") if not find_spec(name)]
-    if missing:
-        raise ImportError(f"{', '.join(missing)} not found: pip install 'outergrad[star]'")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from outergrad._packages import require
 from outergrad.launch.errors import CheckError, RecipeError
 from outergrad.launch.links import ShapedLink
-from outergrad.report.recording import require
 from outergrad_lab.bench.check import Check, check
 from outergrad_lab.bench.plan import Plan
 from outergrad_lab.bench.results import LinkResult, Results
@@ -77,7 +77,7 @@ class Report:
 
     def _plot(self, results: Results) -> str:
         try:
-            require("matplotlib", "pandas", "seaborn", extras="bench")
+            require("matplotlib", "pandas", "seaborn")
         except ImportError as error:
             return f" (no plot: {error})"
         from outergrad_lab.bench.plot import plot

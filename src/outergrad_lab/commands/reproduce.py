@@ -8,9 +8,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from outergrad._packages import require
 from outergrad.launch.console import errors_in_one_line
 from outergrad.launch.errors import RecipeError
-from outergrad.report.recording import require
 from outergrad.tools.commands.options import DATA_DIR, DataDir
 from outergrad_lab.experiments.narrowing import Part
 from outergrad_lab.experiments.run import Outcome, draw, run
@@ -63,7 +63,7 @@ def reproduce(
     """
     with errors_in_one_line():
         try:
-            require("yaml", "pandas", "seaborn", "jinja2", extras="reproduce")
+            require("yaml", "pandas", "seaborn", "jinja2")
         except ImportError as error:
             raise RecipeError(str(error)) from error
         if listed or not wanted:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outergrad._packages import how_to_install
 from outergrad.launch.errors import RecipeError
 from outergrad_lab.data.cache import Arrays, cached, key_of
 from outergrad_lab.data.dataset import Dataset
@@ -39,7 +40,7 @@ def tokenizers_version(data: str) -> str:
         RecipeError: It is not installed.
     """
     if tokenizers is None:
-        raise RecipeError(f"--data {data} needs tokenizers: pip install 'outergrad[text]'")
+        raise RecipeError(f"--data {data} needs tokenizers: {how_to_install('tokenizers')}")
     return tokenizers.__version__
 
 

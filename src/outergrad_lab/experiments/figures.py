@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outergrad._packages import require
 from outergrad._whole_files import whole_file
-from outergrad.report.recording import require
 from outergrad_lab.axes import draw_line, readable
 from outergrad_lab.experiments.asked import Asked, ask, groups
 from outergrad_lab.experiments.frames import OF_METHOD, Result, finals, varied
@@ -153,7 +153,7 @@ def write_figures(
         ImportError: pandas or seaborn is missing.
         RecipeError: A figure names what no result has.
     """
-    require("pandas", "seaborn", extras="reproduce")
+    require("pandas", "seaborn")
     results = list(results)
     found = [(folder / f"{one['name']}.png", ask(one, results)) for one in wanted]
     return [_write(asked, results, path) for path, asked in found if len(asked.points)]

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from outergrad._packages import require
 from outergrad._whole_files import write_whole
 from outergrad.launch.errors import RecipeError
-from outergrad.report.recording import require
 from outergrad_lab.experiments.asked import chosen, groups, in_order, names
 from outergrad_lab.experiments.frames import (
     HEADINGS,
@@ -242,7 +242,7 @@ def write_tables(
         ImportError: pandas is missing.
         RecipeError: A table names what no result has.
     """
-    require("pandas", extras="reproduce")
+    require("pandas")
     results = list(results)
     written = [_write(table, results, folder) for table in wanted]
     return [table for table in written if table is not None]

@@ -13,7 +13,7 @@ from nvflare_script import STEPS, loss_at, new_model
 
 from outergrad.star.journal import verified
 
-pytest.importorskip("nvflare", reason="nvflare is not installed: pip install 'outergrad[nvflare]'")
+pytest.importorskip("nvflare", reason="nvflare is not installed")
 pytestmark = pytest.mark.slow
 
 SITES = ["site-1", "site-2"]

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("nvflare", reason="nvflare is not installed: pip install 'outergrad[nvflare]'")
+pytest.importorskip("nvflare", reason="nvflare is not installed")
 
 from nvflare.apis.fl_constant import ReservedKey
 from nvflare.apis.fl_context import FLContext

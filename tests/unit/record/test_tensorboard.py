@@ -109,7 +109,7 @@ def test_every_is_1_or_more(tmp_path):
 
 def test_without_the_package_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
-    with pytest.raises(ImportError, match=r"pip install 'outergrad\[tensorboard\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'tensorboard>=2.15'"):
         og.TensorBoard(tmp_path)
 
 

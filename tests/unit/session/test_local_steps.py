@@ -426,7 +426,7 @@ def not_an_optimizer(params):
 
 REFUSED = {
     "no step": (lambda: og.LocalSteps(0), ValueError, "k=0; use a whole number, 1 or more"),
-    "no outer": (lambda: og.LocalSteps(2, outer=None), TypeError, "outer=None; use a function"),
+    "no outer": (lambda: og.LocalSteps(2, outer=0.7), TypeError, "outer=0.7; use a function"),
     "no optimizer": (
         lambda: og.LocalSteps(2, outer=not_an_optimizer),
         TypeError,

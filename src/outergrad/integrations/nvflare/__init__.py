@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from outergrad._packages import how_to_install
+
 try:
     import nvflare as _nvflare  # noqa: F401
 except ImportError as error:
     _needs = "outergrad.integrations.nvflare needs nvflare: "
-    raise ImportError(_needs + "pip install 'outergrad[nvflare]'") from error
+    raise ImportError(_needs + how_to_install("nvflare", "grpc", "cryptography")) from error
 
 from outergrad.integrations.nvflare.job import star_job
 

@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outergrad._packages import missing
 from outergrad._printable import printable
 from outergrad.launch.console import errors_in_one_line, say
 from outergrad.launch.errors import CheckError, RecipeError
@@ -36,9 +36,8 @@ Days = Annotated[int, typer.Option(min=1, help="How long the certificate holds."
 def star_errors() -> Iterator[None]:
     """Context that prints an error that the user can mend in one line."""
     with errors_in_one_line():
-        missing = [name for name in ("grpc", "cryptography") if not find_spec(name)]
-        if missing:
-            raise RecipeError(f"{', '.join(missing)} not found: pip install 'outergrad[star]'")
+        if told := missing("grpc", "cryptography"):
+            raise RecipeError(told)
         try:
             yield
         except OSError as error:

@@ -179,23 +179,25 @@ def _report(board: Board, roll: Roll, unmet: Sequence[Finding]) -> Diagnosis:
     return Diagnosis(sections, roll, offsets, links)
 
 
-def agree_on_verdict(board: Board, report: Diagnosis) -> int:
-    """Returns site 0's exit code, which it lets the others read, or this site's own if not 0."""
-    code = report.exit_code
+def agree_on_verdict(board: Board, report: Diagnosis) -> tuple[int, Text]:
+    """Returns site 0's exit code and verdict, or this site's own if its code is not 0."""
+    code, verdict = report.exit_code, _verdict(report.findings)
     try:
         if board.rank == 0:
+            board.post("judged/0", _judged(report.findings))  # before what the others wait for
             board.post("verdict/0", code)
             board.wait("bye", report.roll.ranks[1:], _GOODBYE_S)
         elif not code:
             if board.wait("verdict", [0], _VERDICT_S):
                 raise BoardGoneError("no word of [0]")
             code = board.read("verdict/0")
+            verdict = _verdict_of_all(board.read("judged/0")) or verdict
     except BoardGoneError as error:
         if board.rank:
             raise SiteError(f"site {board.rank}: {_STOPPED.format(error)}") from error
     with suppress(BoardGoneError):
         board.post(f"bye/{board.rank}", "bye")
-    return code
+    return code, verdict
 
 
 _LINE = "\n"
@@ -210,16 +212,22 @@ _MARKS = {
 
 def show(console: Console, report: Diagnosis, closing: str = "") -> None:
     """Prints a report: sections, tables, the verdict, and `closing` if there is no problem."""
+    _show_sections(console, report)
+    console.print(_verdict(report.findings))
+    if closing and not report.exit_code:
+        console.print(closing, highlight=False, markup=False)
+
+
+def _show_sections(console: Console, report: Diagnosis) -> None:
     plain = not console.encoding.lower().startswith("utf")
     tables = {"Between the sites": _sites(report), "Links": _links(report.links)}
     for title, findings in report.sections.items():
+        if not findings and not tables.get(title):
+            continue
         console.print(Text(title, style="bold"))
         for table in (tables.get(title), _lines(findings, plain)):
             if table:
                 console.print(Padding(table, (0, 0, 1, 2)))
-    console.print(_verdict(report.findings))
-    if closing and not report.exit_code:
-        console.print(closing, highlight=False, markup=False)
 
 
 def _lines(findings: Sequence[Finding], plain: bool) -> Table:
@@ -276,18 +284,29 @@ def _table(*headings: str) -> Table:
 
 
 def _verdict(findings: Sequence[Finding]) -> Text:
+    said, remedy, style = _judged(findings)
+    return Text(f"VERDICT: {said}{remedy}.", style=style)
+
+
+def _verdict_of_all(judged: Sequence[str] | None) -> Text | None:
+    """Returns the verdict of site 0 for another site; None if site 0 is of an older version."""
+    if judged is None:
+        return None
+    said, _, style = judged
+    return Text(f"VERDICT of all sites: {said}; site 0 shows the whole report.", style=style)
+
+
+def _judged(findings: Sequence[Finding]) -> tuple[str, str, str]:
     problems = [finding.what for finding in findings if finding.level == Level.PROBLEM]
     warnings = sum(finding.level == Level.WARNING for finding in findings)
     warned = many(warnings, "warning")
     if problems:
         count = many(len(problems), "problem") + (f" and {warned}" if warnings else "")
         names = ", ".join(dict.fromkeys(problems))
-        said, style = f"{count}: mend {names} as said above, then look again.", "bold red"
-    elif warnings:
-        said, style = f"no problem, {warned}: training will run; read the above.", "bold yellow"
-    else:
-        said, style = "all is well.", "bold green"
-    return Text(f"VERDICT: {said}", style=style)
+        return count, f": mend {names} as said above, then look again", "bold red"
+    if warnings:
+        return f"no problem, {warned}: training will run", "; read the above", "bold yellow"
+    return "all is well", "", "bold green"
 
 
 _NEXT = """
@@ -353,13 +372,18 @@ def check_at_site(meeting: Meeting, timeout_s: float, *, rehearses: bool = False
             report = Diagnosis({"This machine": findings, "Meeting": [unmet.finding]})
     if board is None or rank == 0:
         show(Console(), report)
+    elif meeting.by_hand:
+        _show_sections(Console(), Diagnosis({"This machine": findings, **report.sections}))
     else:
         for finding in report.findings:
             say(f"site {rank}: {finding.said}; {finding.remedy}", below_a_bar=False)
     if board is None:
         return report.exit_code
     with quiet_libraries():
-        return agree_on_verdict(board, report)
+        code, verdict = agree_on_verdict(board, report)
+    if rank and meeting.by_hand:
+        Console().print(verdict)
+    return code
 
 
 @contextmanager

@@ -9,13 +9,13 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from ipaddress import ip_address
 
 import torch
 import torch.distributed as dist
 
 from outergrad._amounts import amount, many
+from outergrad._packages import how_to_install, is_installed
 from outergrad.launch.links import ShapedLink, what_is_missing
 from outergrad.launch.machine import cores, versions
 from outergrad.launch.traffic import Interfaces, interfaces
@@ -30,7 +30,7 @@ def look_at_machine(*, sites_here: int = 1) -> list[Finding]:
     return [
         *check_software(versions(), dist.is_available() and dist.is_gloo_available()),
         *check_gpus(gpus, torch.version.cuda, ".".join(map(str, nccl))),
-        *check_extras(lambda module: find_spec(module) is not None),
+        *check_extras(is_installed),
         *check_interface(taken_here(), socket.gethostname(), interfaces()),
         *check_threads(os.environ, torch.get_num_threads(), cores(), sites_here),
         *check_variables(os.environ),
@@ -81,6 +81,7 @@ EXTRAS = {
     "cli": (("typer", "rich", "sklearn", "psutil"), "the command line"),
     "bench": (("matplotlib", "seaborn"), "plots of `outergrad bench`"),
     "report": (("pandas", "plotly"), "reports of a run"),
+    "star": (("grpc", "cryptography"), "sites around a hub"),
     "tensorboard": (("tensorboard",), "runs in TensorBoard"),
 }
 """Modules that each extra installs, and their purpose."""
@@ -91,10 +92,10 @@ def check_extras(has: Callable[[str], bool]) -> Iterator[Finding]:
     there = [name for name, (modules, _) in EXTRAS.items() if all(map(has, modules))]
     if there:
         yield ok("extras", f"installed: {', '.join(there)}")
-    for name, (_, use) in EXTRAS.items():
-        if name not in there:
-            said = f"{name} is not installed: {use}"
-            yield note("extras", said, f"pip install 'outergrad[{name}]'")
+    for name, (modules, use) in EXTRAS.items():
+        absent = [module for module in modules if not has(module)]
+        if absent:
+            yield note("extras", f"{name} is not installed: {use}", how_to_install(*absent))
 
 
 @dataclass(frozen=True)
@@ -200,8 +201,12 @@ def check_threads(
     said = f"{threads} for {many(cores, 'core')}"
     said += f" and {sites} sites on this machine" if sites > 1 else ""
     remedy = f"export OMP_NUM_THREADS={wanted}"
+    fitting = cores // threads
     if threads > wanted:
         yield warning("threads", f"{said}: they will fight for them", remedy)
+    elif threads < wanted and sites == 1 and fitting > 1:
+        said += f": right for {fitting} sites on this machine; one alone leaves some idle"
+        yield note("threads", said, f"{remedy}, if one site runs here")
     elif threads < wanted:
         why = " (torchrun sets OMP_NUM_THREADS=1)" if "TORCHELASTIC_RUN_ID" in environment else ""
         yield note("threads", f"{said}: some stay idle{why}", remedy)

@@ -92,6 +92,7 @@ class Meeting:
     port: int
     hosted: bool = False  # another process, e.g. torchrun's agent, serves the store already
     attempt: int = 0  # number of restarts by torchrun
+    by_hand: bool = False  # each site has a terminal of its own, where somebody waits for a word
 
     def __post_init__(self) -> None:
         if self.sites < 2:
@@ -133,7 +134,7 @@ def meeting_at(master: str, rank: int, sites: int) -> Meeting:
     host, _, port = master.rpartition(":") if ":" in master else (master, "", str(PORT))
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise RecipeError(f"--master must look like 10.0.0.1:{PORT}, not {master!r}")
-    return Meeting(rank=rank, sites=sites, host=host.strip("[]"), port=int(port))
+    return Meeting(rank=rank, sites=sites, host=host.strip("[]"), port=int(port), by_hand=True)
 
 
 def open_store(meeting: Meeting, timeout_s: float, tell: Tell = lambda _: None) -> Store:

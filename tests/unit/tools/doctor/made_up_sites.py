@@ -85,7 +85,7 @@ def examined(
                 return Diagnosis({}), 0
             options = {"clock": clocks[rank]} if rank in (clocks or {}) else {}
             report = examine(board_of[rank], me, listener, timeout_s, **options)
-            return report, agree_on_verdict(board_of[rank], report)
+            return report, agree_on_verdict(board_of[rank], report)[0]
 
     return in_threads(ranks, body)
 

@@ -109,11 +109,25 @@ def test_a_missing_site_is_named_by_those_that_came():
     meeting = ["--sites", "3", "--master", f"127.0.0.1:{free_port()}", "--timeout", "5"]
     local = {"GLOO_SOCKET_IFNAME": loopback_name() or "lo"}
     first, last = [start(*DOCTOR, *meeting, "--rank", rank, **local) for rank in ("0", "2")]
-    (code, stdout, _), (other_code, other_stdout, other_stderr) = ended(first), ended(last)
-    assert code == other_code == 1
-    assert "site 1 did not come within 5 s" in stdout
-    assert "site 2: site 1 did not come within 5 s" in other_stderr
-    assert not other_stdout
+    for code, stdout, stderr in (ended(first), ended(last)):
+        assert code == 1
+        assert "site 1 did not come within 5 s" in stdout
+        assert "VERDICT: 1 problem" in stdout
+        assert not stderr
+
+
+@pytest.mark.slow
+def test_each_terminal_ends_with_the_verdict():
+    meeting = ["--sites", "2", "--master", f"127.0.0.1:{free_port()}"]
+    local = {"GLOO_SOCKET_IFNAME": loopback_name() or "lo"}
+    first, second = [start(*DOCTOR, *meeting, "--rank", rank, **local) for rank in ("0", "1")]
+    (code, stdout, _), (other_code, other_stdout, other_stderr) = ended(first), ended(second)
+    assert code == other_code == 0
+    assert not other_stderr
+    verdict = stdout.splitlines()[-1].removeprefix("VERDICT: ").partition(";")[0].rstrip(".")
+    last = f"VERDICT of all sites: {verdict}; site 0 shows the whole report."
+    assert other_stdout.splitlines()[-1] == last
+    assert "This machine" in other_stdout
 
 
 @shaped
@@ -133,7 +147,9 @@ def test_the_rate_of_a_shaped_link():
             for rank, name in enumerate(names)
         ]
         code, stdout, stderr = ended(first)
-        assert ended(second) == (0, "", "")
+        other_code, other_stdout, other_stderr = ended(second)
+        assert (other_code, other_stderr) == (0, "")
+        assert "VERDICT of all sites: " in other_stdout
     assert code == 0, stdout + stderr
     rates = [float(figure) for figure in re.findall(r"([\d.]+) Mbit/s", stdout)]
     assert len(rates) == 5  # each way alone, both at once, the slowest

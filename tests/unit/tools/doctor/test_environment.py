@@ -42,7 +42,8 @@ def test_debug_says_what_it_costs():
     ("threads", "cores", "processes", "level", "remedy"),
     [
         (8, 8, 1, Level.OK, ""),
-        (1, 8, 1, Level.NOTE, "export OMP_NUM_THREADS=8"),
+        (1, 8, 1, Level.NOTE, "export OMP_NUM_THREADS=8, if one site runs here"),
+        (1, 8, 2, Level.NOTE, "export OMP_NUM_THREADS=4"),
         (8, 8, 2, Level.WARNING, "export OMP_NUM_THREADS=4"),
         (1, 2, 4, Level.OK, ""),
     ],
@@ -52,8 +53,15 @@ def test_threads(threads, cores, processes, level, remedy):
     assert (finding.level, finding.remedy) == (level, remedy)
 
 
+def test_one_thread_is_right_where_every_core_has_a_site():
+    (alone,) = check_threads({}, 1, 2, 1)
+    assert "right for 2 sites on this machine" in alone.said
+    (both,) = check_threads({"TORCHELASTIC_RUN_ID": "1"}, 1, 2, 2)
+    assert both.level == Level.OK
+
+
 def test_torchrun_is_blamed_for_its_one_thread():
-    (finding,) = check_threads({"TORCHELASTIC_RUN_ID": "1"}, 1, 8, 1)
+    (finding,) = check_threads({"TORCHELASTIC_RUN_ID": "1"}, 1, 8, 2)
     assert "torchrun sets OMP_NUM_THREADS=1" in finding.said
 
 

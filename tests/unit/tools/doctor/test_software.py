@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from outergrad._packages import REQUIREMENTS
 from outergrad.tools.doctor.findings import Level
 from outergrad.tools.doctor.machine import (
     EXTRAS,
@@ -26,7 +27,7 @@ def test_the_extras_are_those_of_the_package():
         assert f"\n{name} = [" in PYPROJECT
     for modules, _ in EXTRAS.values():
         for module in modules:
-            assert f'"{module.replace("sklearn", "scikit-learn")}>=' in PYPROJECT
+            assert f'"{REQUIREMENTS[module]}"' in PYPROJECT
 
 
 def software(has_gloo: bool = True, **versions: str) -> dict:
@@ -66,6 +67,6 @@ def test_gpus_are_counted_and_not_needed():
 
 def test_a_missing_extra_is_said_with_its_use():
     first, second = check_extras(lambda module: module not in ("plotly",))
-    assert first.said == "installed: cli, bench, tensorboard"
-    assert second.remedy == "pip install 'outergrad[report]'"
+    assert first.said == "installed: cli, bench, star, tensorboard"
+    assert second.remedy == "pip install 'plotly>=6.0'"
     assert "reports" in second.said
