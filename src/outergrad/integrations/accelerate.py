@@ -50,7 +50,7 @@ class Accelerator(accelerate.Accelerator):
         *args: Any,
         method: Method | Policy | LocalSteps | None = None,
         recorder: Recorders = None,
-        rules: Rules = RULES,
+        rules: Rules | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(*args, **settings)

@@ -15,7 +15,8 @@ from outergrad.session.membership import Membership
 
 _REMEDY = (
     "what is owed is no part of the model's state: save the session beside it "
-    "(session.state_dict(), or og.Checkpoints, which saves both), and load both (docs/checkpoints.md)"
+    "(session.state_dict(), or og.Checkpoints, which saves both), and load both "
+    "(docs/checkpoints.md)"
 )
 
 
