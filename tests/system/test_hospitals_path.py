@@ -197,6 +197,18 @@ def test_terminals_name_each_event(network):
         for one in (a, b, c):
             one.says("the run goes on, of hospital-a, hospital-b and hospital-c", at)
 
+        at = c.end(signal.SIGINT)
+        hub.says("hospital-c leaves", at)
+        hub.says("hospital-a and hospital-b go on, without hospital-c", at)
+        for one in (a, b):
+            one.says("hospital-c has left", at)
+            one.says("hospital-c was lost, and step", at)
+        c.says("^outergrad: interrupted", at)
+        c, at = site(at_c, "hospital-c.kit")
+        open_["c"] = c
+        hub.says("hospital-c takes part from now on", at)
+        c.says("^step", at, START_S)
+
         at = c.end()
         hub.says("hospital-c goes away", at)
         a.says("hospital-c is away", at)

@@ -136,10 +136,10 @@ class Agreement:
                     numbers = dict.fromkeys(numbers, goal)
                     content, made = (found, goal) if made < goal else (None, made)
             yield First(f"made {self._rank}", str(made))
-            ended = {site for site, one in words.items() if one.ended and one.made == made}
+            ended = {site for site, one in words.items() if one.ended}  # these confirm nothing
             asked = set(words) - {self._rank} - ended
             said = yield from self._confirmed(asked)
-            confirmed = ended | said.keys()
+            confirmed = {site for site in ended if words[site].made == made} | said.keys()
             numbers |= {site: _number(text) for site, text in said.items()}
             if lacks and not liars:  # sites publish their digest before they confirm
                 liars = self._liars(words, (yield from self._said_of(goal, ahead)))

@@ -129,11 +129,18 @@ class Farewell:
         return True
 
 
+def tell_all(error: BaseException) -> None:
+    """Leaves the error that ends the program, as farewell of all sessions of this process."""
+    interrupted = isinstance(error, KeyboardInterrupt)
+    why = "Ctrl-C" if interrupted else f"{type(error).__name__}: {error}".rstrip(": ")
+    for comm, (farewell, _) in list(_farewells.items()):
+        with suppress(Exception):  # the user's own error is what matters
+            farewell.end_process(why, comm)
+
+
 def _on_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """`sys.excepthook` that leaves the farewells, then calls the hook that it has replaced."""
     try:
-        for comm, (farewell, _) in list(_farewells.items()):
-            with suppress(Exception):  # the user's own error is what matters
-                farewell.end_process(f"{kind.__name__}: {error}".rstrip(": "), comm)
+        tell_all(error)
     finally:
         _before[0](kind, error, trace)

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from outergrad._printable import printable
 from outergrad.launch.console import errors_in_one_line
 from outergrad.launch.errors import RecipeError, SiteError
-from outergrad.session.farewell import leave_all
+from outergrad.session.farewell import leave_all, tell_all
 from outergrad.star.transport import KIT_VARIABLE, NoRunError
 from outergrad.tools.commands.hub import star_errors
 
@@ -117,6 +117,10 @@ def run(
         except NoRunError as error:
             raise SiteError(str(error)) from None
         except SystemExit:
+            leave_all()
+            raise
+        except KeyboardInterrupt as error:
+            tell_all(error)
             leave_all()
             raise
     leave_all()  # the command exits without running Python's atexit handlers
