@@ -58,8 +58,9 @@ dist:
 	wheel=$$(ls dist/outergrad-*.whl) && echo "$$wheel" && \
 	echo "where it is to run: pip install './$${wheel##*/}[cli,star]'"
 
-# The pinned torch comes first: a looser request would download gigabytes. timm comes without
-# torchvision, whose wheel beside a torch for CPUs breaks the imports of transformers and lightning.
+# The pinned torch comes first: a looser request would download gigabytes. timm and MONAI come
+# without what they ask for: the wheel of torchvision beside a torch for CPUs breaks the imports of
+# transformers and lightning.
 $(READY): pyproject.toml constraints.txt
 	echo "installing into .venv, once: some minutes"
 	echo "1 of 4: a virtual environment of $(PYTHON)"
@@ -68,8 +69,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt torch==2.13.0
 	echo "3 of 4: outergrad, and what the demo, reports and tests need, some hundred packages"
 	$(PIP) install -c constraints.txt -e '.[dev]'
-	echo "4 of 4: timm, for tests with models of others"
-	$(PIP) install -c constraints.txt --no-deps timm
+	echo "4 of 4: timm and MONAI, for tests with models of others"
+	$(PIP) install -c constraints.txt --no-deps timm monai
 	touch $@
 
 $(READY_FOR_DOCS): $(READY)
