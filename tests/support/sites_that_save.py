@@ -19,7 +19,7 @@ METHODS = {
     "rank-dad dense": og.RankDAD(rank=2, min_ratio=1.0, error_feedback="dense"),
     "sketches": og.RankDAD(rank=2, reduce="all_reduce", min_ratio=1.0),
     "sides in turn": og.RankDAD(rank=2, reduce="alternate", min_ratio=1.0),
-    "local steps": og.LocalSteps(3, method=og.RankDAD(rank=2, min_ratio=1.0)),
+    "local steps": og.LocalSteps(3, outer=og.nesterov, method=og.RankDAD(rank=2, min_ratio=1.0)),
     "powersgd": og.PowerSGD(rank=2, min_ratio=1.0),
     "sparse": og.Sparse(density=0.1, momentum=0.9, warmup=6),
     "every": og.DAD(every=3),

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,15 +18,24 @@ _SEGMENT_BYTES = 1 << 20
 """Most bytes of a tensor that gloo's ring sends at a time."""
 
 
+_first_rounds: WeakKeyDictionary[Any, deque[PiecewiseSum]] = WeakKeyDictionary()
+
+
+def first_rounds_of(group: Any) -> deque[PiecewiseSum]:
+    """Returns the sums of a process group that are in their first round, of all its sessions."""
+    return _first_rounds.setdefault(group, deque())
+
+
 class PiecewiseSum:
     """A sum of three or more sites under way: every site adds up one piece, and sends it to all.
 
-    Second rounds start in the order of the sums, as messages of one lane do.
+    Second rounds start in the order of the sums of all sessions on a group: their receives are
+    posted in this order, and a receive takes the next message of its tag.
 
     Args:
         first: parts of this site's piece on their way, whose `wait` adds them up.
         send_sum: starts to exchange the sums of all pieces.
-        first_rounds: sums of the transport that are in their first round; this one is added.
+        first_rounds: sums of the group that are in their first round; this one is added.
     """
 
     def __init__(

@@ -17,7 +17,13 @@ from outergrad.comm.backends import USUAL_HOST, ends_with, has_backend, is_gloo,
 from outergrad.comm.board import StoreBoard
 from outergrad.comm.cost import ADDED_BYTES, RingCost
 from outergrad.comm.failure_mailbox import FailureMailbox
-from outergrad.comm.pieces import PiecewiseSum, add_as_a_ring, piece_size, ring_pieces
+from outergrad.comm.pieces import (
+    PiecewiseSum,
+    add_as_a_ring,
+    first_rounds_of,
+    piece_size,
+    ring_pieces,
+)
 from outergrad.comm.work import (
     ADDED_LANE,
     AN_INSTANT,
@@ -86,7 +92,7 @@ class TorchComm(Comm):
         self._wire = device if has_backend(group, device.type) else self._host
         self._added_bytes: float = ADDED_BYTES if sites > 1 and self._wire.type == "cpu" else 0
         """Largest sum that sites add up themselves: `adds_up`, without a call per sum."""
-        self._first_rounds = deque[PiecewiseSum]()
+        self._first_rounds = first_rounds_of(group)
         backend = name_of(group, self._wire.type) or "a backend that is not known"
         self.way = f"torch.distributed ({backend}), which encrypts nothing"
         # With NCCL, a wait with a timeout would block the host; it has a watchdog of its own.

@@ -91,10 +91,14 @@ class FactorRows:
         return [deltas, activations, *biases]
 
     def read(self, tensors: Sequence[Tensor], slot: Slot, count: int) -> Factors:
-        """Returns the factors; raises if an id is outside the embedding's table."""
+        """Returns the factors, in one dtype; raises if an id is outside the embedding's table."""
         factors = Factors(*tensors)
+        d_GRO, a_GRI, b_GO = factors
         if slot.lookup:
-            _check_ids(slot, factors.a_GRI)
+            _check_ids(slot, a_GRI)
+        elif d_GRO.dtype != a_GRI.dtype:
+            dtype = torch.promote_types(d_GRO.dtype, a_GRI.dtype)
+            return Factors(d_GRO.to(dtype), a_GRI.to(dtype), b_GO)
         return factors
 
 
@@ -114,14 +118,6 @@ class CanonicalRows(FactorRows):
             narrower = 0 if slot.outputs <= slot.inputs else 1  # as `linalg.power.canonical` has it
             fields[narrower] = fields[narrower]._replace(dtype=torch.float16)
         return fields
-
-    def read(self, tensors: Sequence[Tensor], slot: Slot, count: int) -> Factors:
-        """Returns the factors, in one dtype."""
-        d_GRO, a_GRI, b_GO = super().read(tensors, slot, count)
-        if slot.lookup:
-            return Factors(d_GRO, a_GRI, b_GO)
-        dtype = torch.promote_types(d_GRO.dtype, a_GRI.dtype)
-        return Factors(d_GRO.to(dtype), a_GRI.to(dtype), b_GO)
 
 
 class Bytes:

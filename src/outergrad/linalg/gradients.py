@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import reduce
 from typing import overload
 
 import torch
@@ -36,7 +35,10 @@ def add_gradients(
         value = _sum_of(parts, slot.numel, scale).to(weight.dtype)
         add_rows(gradients, slot.weight, slot.weight_rows, value, weight)
         return
-    dtype = reduce(torch.promote_types, {part.d_GRO.dtype for part in factors}, weight.dtype)
+    dtype = weight.dtype
+    for part in factors:
+        if part.d_GRO.dtype != dtype:
+            dtype = torch.promote_types(dtype, part.d_GRO.dtype)
     cast = list[Factors]()
     for part in factors:
         d_GRO, a_GRI, b_GO = part

@@ -16,7 +16,7 @@ from outergrad_lab.experiments.task import Context, read
 MISSING = what_is_missing(ShapedLink(rate_bit_per_s=1e8), 2)
 SETTINGS = {"workload": "deep-mlp", "sites": 2, "link": "100mbit", "methods": ["ddp", "dad"]}
 REFUSED = [
-    ({"workload": "huge"}, "--workload"),
+    ({"workload": "huge"}, "--model must be"),
     ({"sites": 1}, "sites must be a whole number of 2"),
     ({"sites": "2"}, "sites must be a whole number"),
     ({"link": "fast"}, "--link 'fast'"),

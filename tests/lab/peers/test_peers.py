@@ -159,7 +159,7 @@ def test_sparta(sites):
 def test_local_steps_are_diloco(sites):
     def body(rank, group):
         model = network()
-        session = og.distribute(model, og.LocalSteps(3), group=group)
+        session = og.distribute(model, og.LocalSteps(3, outer=og.nesterov), group=group)
         own = Site(rank, model, session, adamw(list(model.parameters()))).steps(9)
         session.detach()
         return own

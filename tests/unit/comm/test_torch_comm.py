@@ -198,3 +198,19 @@ def test_more_sites_leave_long_sums_to_a_ring_where_the_link_is_near():
     for rounds, work in run_on_lasting_groups(3, body):
         assert rounds == [1, 2, 1]
         assert not hasattr(work, "advance")
+
+
+def test_sums_of_several_sessions_keep_their_order():
+    """Each has a transport of its own on the group, and waits for its own sums first."""
+
+    def body(rank, group):
+        one, two = TorchComm(group, CPU), TorchComm(group, CPU)
+        sizes = [(one, 7), (two, 23), (one, 16), (two, 5)]
+        works = [comm.all_reduce(drawn(rank, size, torch.float32)) for comm, size in sizes]
+        works[2].advance()
+        found = [works[k].wait() for k in (0, 2, 3, 1)]
+        return [(t, ring(rank, group, drawn(rank, len(t), torch.float32))) for t in found]
+
+    for sums in run_on_lasting_groups(3, body):
+        assert [len(t) for t, _ in sums] == [7, 16, 5, 23]
+        assert all(t.equal(expected) for t, expected in sums)
