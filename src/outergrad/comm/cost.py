@@ -95,7 +95,10 @@ class RingCost:
         return nbytes if way == Route.GATHER else 2 * nbytes / self.sites
 
     def delays(self, way: Route) -> int:
-        """Number of delays; low-rank sketches take two all-reduces, of up to two rounds each."""
+        """Number of delays; low-rank sketches take two all-reduces, of two rounds each.
+
+        Sums that are left to a ring (`over`) take more: 2 (S - 1) each, which is not counted.
+        """
         return {Route.GATHER: 1, Route.TWO_WAY: 2, Route.REDUCE: 4 * (self.sites > 1)}[way]
 
 
