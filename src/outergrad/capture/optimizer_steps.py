@@ -186,7 +186,7 @@ def look_away(looking: Looking) -> None:
 def held(optimizer: Optimizer) -> set[int]:
     """Returns the ids of an optimizer's parameters; none of one that is not made yet.
 
-    `held_by_any` finds those that another thread is just making, and those whose constructor raised.
+    `held_by_any` finds those that another thread is just making, and those that could not be made.
     """
     groups = getattr(optimizer, "param_groups", ())
     return {id(p) for group in groups for p in group["params"]}
