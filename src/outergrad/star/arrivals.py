@@ -118,6 +118,14 @@ class Arrival:
         except ExchangeError as error:
             self._error = self._error or error
 
+    def fail(self, error: ExchangeError) -> None:
+        """Notes that the collective cannot be completed."""
+        self._error = self._error or error
+
+    def came_from(self, sender: int) -> bool:
+        """True if a part of a message of this sender has come, even if nobody expected it yet."""
+        return sender in self._messages and bool(self._messages[sender].early)
+
     def expect(self, kind: Kind, sizes: Mapping[int, int]) -> None:
         """Makes room for the messages of the collective, which this site starts.
 

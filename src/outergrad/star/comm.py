@@ -18,7 +18,7 @@ from outergrad.star.board import AT_END, AT_EXIT, StarBoard
 from outergrad.star.frames import ALL, Kind, Place
 from outergrad.star.line import Line
 from outergrad.star.sealing import TAG_BYTES, Seal
-from outergrad.star.sums import DTYPES, added
+from outergrad.star.sums import added, coded
 
 _WORD = "word"
 """Name of the text that a site leaves when it aborts."""
@@ -64,7 +64,7 @@ class StarComm(Comm):
             return Ready(t)
         if self._seal is not None:
             return self._added_here(t)
-        place = self._line.place(Kind.SUM, 0, dtype=DTYPES.index(_name(t)))
+        place = self._line.place(Kind.SUM, 0, dtype=coded(_name(t)))
         arrival = self._line.expect(place, {ALL: t.nbytes})
         self._line.send(place, _bytes(t))
         return self._work(place, arrival, lambda rooms: _copy_into(t, rooms[ALL]))
@@ -176,7 +176,7 @@ class StarComm(Comm):
             place, self._expected([t.numel()] * self.world_size, t.itemsize)
         )
         self._send(place, t)
-        own, dtype = _bytes(t), DTYPES.index(_name(t))
+        own, dtype = _bytes(t), coded(_name(t))
 
         def summed(rooms: Mapping[int, np.ndarray]) -> Tensor:
             parts = {self.rank: own, **{site: room.data for site, room in rooms.items()}}

@@ -10,18 +10,20 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-MAGIC, VERSION = b"OGST", 1
+MAGIC, VERSION = b"OGST", 2
 MOST_BYTES = 1 << 20
 """Most bytes of the payload of a frame."""
 MOST_MESSAGE_BYTES = MOST_BYTES + (1 << 16)
 """Most bytes of a gRPC message, which holds one or more frames."""
 LANES = 8
+"""Lanes of all sites of a run. Later ones belong to groups, which sites open."""
+MOST_LANES = 1 << 16
 AWAY = "away"
 """Name of the hub's own text: a list of the ranks of the sites that it waits for."""
 ALL = 0xFFFF
 """Rank in place of a recipient, if there is no single one; as a sender, the hub."""
 
-_HEADER = struct.Struct("!4sBBBBQQQHHQQII")
+_HEADER = struct.Struct("!4sBBHBQQQHHQQII")
 HEADER_BYTES = _HEADER.size
 _LEAST_CHUNK, _FIRST_CHUNK, _ALIGNED = 1 << 16, 1 << 14, 64
 
@@ -61,6 +63,14 @@ class Kind(IntEnum):
     """The sender took part in some steps: for the log."""
     INVITED = 16
     """The sites that train admit the site: their run, and who takes part afterwards."""
+    GROUP = 17
+    """Question for the lane of a group of sites (`groups.Groups`)."""
+    STORE = 18
+    """Question to the store of the run (`values.Values`)."""
+    VOID = 19
+    """A sum that cannot be made any more: the payload says why."""
+    LATE = 20
+    """Question for the sites whose part of a sum, of a lane and number, is missing at the hub."""
 
 
 UNNUMBERED = frozenset({Kind.HELLO, Kind.WELCOME, Kind.ACK})
@@ -79,12 +89,12 @@ class Frame(NamedTuple):
         kind: of the frame.
         payload: at most `MOST_BYTES`.
         lane: of the collective; each lane has its own order.
-        dtype: of a sum, as an index into `sums.DTYPES`.
+        dtype: of a sum, as an index into `sums.DTYPES`; with its operation, as `sums.coded` says.
         run: number of the run, given by the hub.
         sequence: number of the frame, counted from this side to the other.
         number: index of the collective in its lane, or number of a question.
         sender: rank of a site, or `ALL`.
-        recipient: rank of a site, or `ALL`.
+        recipient: rank of a site, or `ALL`; of a sum, the one site that gets it.
         offset: of the payload in the whole message, bytes.
         total: bytes of the whole message.
         checksum: CRC-32 of the payload, if it is known already.
@@ -157,7 +167,7 @@ def _checked(kind: int, payload: memoryview, *fields: int) -> Frame:
         frame = Frame(Kind(kind), payload, *fields)
     except ValueError:
         raise MalformedError(f"a frame of kind {kind}") from None
-    if frame.lane >= LANES or frame.offset + len(payload) > max(frame.total, len(payload)):
+    if frame.offset + len(payload) > max(frame.total, len(payload)):
         raise MalformedError("a frame that says what cannot be")
     if frame.kind in DATA and not len(payload):
         raise MalformedError("a part of a message without bytes")

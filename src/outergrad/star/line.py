@@ -20,6 +20,7 @@ from outergrad.star.frames import (
     ALL,
     AWAY,
     DATA,
+    LANES,
     Frame,
     Hello,
     Kind,
@@ -30,9 +31,10 @@ from outergrad.star.frames import (
     packed,
     unpacked,
 )
+from outergrad.star.groups import asked_for
 from outergrad.star.news import Snapshot
 from outergrad.star.pipe import Pipe
-from outergrad.star.window import WINDOW_BYTES, Outgoing, Window, cost_of, heard_in
+from outergrad.star.window import WINDOW_BYTES, Outgoing, Window, ack_of, cost_of, heard_in
 
 _BATCH_BYTES = 1 << 16
 _ACK_BYTES = WINDOW_BYTES // 8
@@ -119,6 +121,26 @@ class Line:
         with self.changed:
             return self._questions.count()
 
+    def open_group(self, name: str, ranks: Sequence[int], limit_s: float) -> int:
+        """Opens a group of sites, all of which have to open it; returns its lane.
+
+        Args:
+            name: of the group, the same at all its sites and of no other group of the run.
+            ranks: of its sites, ascending.
+            limit_s: timeout, seconds.
+
+        Raises:
+            ExchangeError: the hub does not answer, or other sites have opened another group.
+        """
+        answer = self.ask(Kind.GROUP, asked_for(name, ranks), limit_s)
+        if answer is None:
+            raise ExchangeError("the hub does not answer", kind=Failure.TRANSPORT)
+        if not answer.isdigit():
+            raise ExchangeError(
+                f"the group {name!r} cannot be opened: {printable(answer.decode())}"
+            )
+        return int(answer)
+
     @property
     def _is_cut(self) -> bool:
         return self.failure is not None and self.failure.kind == Failure.TRANSPORT
@@ -191,7 +213,7 @@ class Line:
             self.changed.wait_for(is_due)
             if stream.is_over:
                 return None
-            frames = [self._window.ack(self._pipe.heard), *self._out.batch(_BATCH_BYTES)]
+            frames = [ack_of(self._pipe.heard), *self._out.batch(_BATCH_BYTES)]
             self._owed, self._hurried = 0, False
         return packed(frames)
 
@@ -250,9 +272,18 @@ class Line:
                 self._away = _ranks_in(text, len(self.names))
             else:
                 self.texts[frame.sender, name] = text
+        elif frame.kind == Kind.VOID:
+            self._void(frame)
         elif frame.kind == Kind.FAULT:
             sites = () if frame.sender == ALL else (frame.sender,)
             self.failure = self.failure or ExchangeError(printable(_text(frame)), sites)
+
+    def _void(self, frame: Frame) -> None:
+        """Ends the wait for a sum that a site which is gone adds nothing to."""
+        arrival = self._arrivals.get((frame.lane, frame.number))
+        if arrival is not None:
+            told = f"{self.named(frame.sender)} is gone: {printable(_text(frame))}"
+            arrival.fail(_closed(told, [frame.sender]))
 
     def break_off(self, stream: Stream) -> None:
         """Notes that a stream has ended."""
@@ -330,16 +361,28 @@ class Line:
             self._out.add(head, payload, grows=place.kind == Kind.GATHER and len(self.names) > 2)
             self.changed.notify_all()
 
-    def wait(self, place: Place, arrival: Arrival, patience_s: float) -> dict[int, np.ndarray]:
+    def wait(
+        self, place: Place, arrival: Arrival, patience_s: float, since: Patience | None = None
+    ) -> dict[int, np.ndarray]:
         """Waits for all messages of a collective, as long as something moves, and returns them.
+
+        Args:
+            place: of the collective.
+            arrival: of its messages.
+            patience_s: longest time, seconds, in which nothing moves.
+            since: the wait so far; None if it begins now.
 
         Raises:
             ExchangeError: a message will not come.
         """
-        began = time.monotonic()
+        began, since = time.monotonic(), since or Patience(arrival)
         with self.changed:
             try:
-                self._await(arrival, patience_s)
+                while missing := self._missing(place, arrival):
+                    left = since.left(self._moved_at, patience_s)
+                    if left <= 0:
+                        self._raise_timeout(place, missing)
+                    self.changed.wait(min(left, _WAIT_S))
             except ExchangeError as error:
                 error.waited_s = time.monotonic() - began
                 raise
@@ -347,34 +390,48 @@ class Line:
                 self._arrivals.pop((place.lane, place.number), None)
             return arrival.rooms()
 
-    def _await(self, arrival: Arrival, patience_s: float) -> None:
-        since, seen = time.monotonic(), arrival.changes
-        while missing := arrival.missing():
+    def is_due(self, place: Place, arrival: Arrival, patience_s: float, since: Patience) -> bool:
+        """True if `wait` would end at once, with the messages or with an error."""
+        with self.changed:
+            try:
+                missing = self._missing(place, arrival)
+            except ExchangeError:
+                return True
+            return not missing or since.left(self._moved_at, patience_s) <= 0
+
+    def _missing(self, place: Place, arrival: Arrival) -> set[int]:
+        """Returns the senders whose message is not complete; raises if one will not come."""
+        if missing := arrival.missing():
             self._raise_failure()
-            self._raise_gone(missing)
+            # The hub voids a group's sum if a site is gone that adds nothing to it.
+            self._raise_gone(missing if place.lane < LANES else missing - {ALL})
             self._raise_refused(missing)
-            now = time.monotonic()
-            if arrival.changes != seen:
-                since, seen = now, arrival.changes
-            # An acknowledgement of this site's own messages counts as movement, too.
-            left = max(since, self._moved_at) + patience_s - now
-            if left <= 0:
-                self._raise_timeout(missing)
-            self.changed.wait(min(left, _WAIT_S))
+        return missing
+
+    def has_come(self, lane: int, number: int, sender: int) -> bool:
+        """True if a part of a message has come that this site does not expect yet."""
+        with self.changed:
+            arrival = self._arrivals.get((lane, number))
+            return arrival is not None and arrival.came_from(sender)
 
     def _raise_gone(self, missing: set[int]) -> None:
         gone = sorted(self.gone if ALL in missing else missing & self.gone.keys())
         if gone:
             told = "; ".join(f"{self.named(site)} is gone: {self.gone[site]}" for site in gone)
-            raise ExchangeError(f"{Failure.CLOSED.value}: {told}", gone, kind=Failure.CLOSED)
+            raise _closed(told, gone)
 
-    def _raise_timeout(self, missing: set[int]) -> None:
+    def _raise_timeout(self, place: Place, missing: set[int]) -> None:
         """Raises an error about the sites that are late, or the hub if this site's line is down."""
         if self._down_since is not None:
             why = self._obstacle or "this site's line to it is down"
             raise ExchangeError(f"the hub is out of reach: {why}", kind=Failure.TRANSPORT)
-        sites = () if ALL in missing else tuple(sorted(missing))
+        sites = self._late_for(place) if ALL in missing else sorted(missing)
         raise ExchangeError(Failure.TIMEOUT.value, sites, kind=Failure.TIMEOUT)
+
+    def _late_for(self, place: Place) -> list[int]:
+        """Asks the hub which sites it waits for in a sum; returns none if it does not answer."""
+        answer = self.ask(Kind.LATE, f"{place.lane} {place.number}".encode(), _WAIT_S)
+        return [rank for rank in map(int, (answer or b"").split()) if rank < len(self.names)]
 
     def _raise_refused(self, missing: set[int]) -> None:
         if refused := sorted(missing & self._early.refused):
@@ -386,6 +443,33 @@ class Line:
             raise self.failure
         if self.has_left:
             raise ExchangeError("this site has left", kind=Failure.LOCAL)
+
+
+class Patience:
+    """The time since something last moved in a wait, while this site waits.
+
+    Args:
+        arrival: of the messages.
+    """
+
+    def __init__(self, arrival: Arrival) -> None:
+        self._arrival, self._seen, self._at = arrival, arrival.changes, time.monotonic()
+
+    def left(self, moved_at: float, patience_s: float) -> float:
+        """Returns the seconds until the wait is too long.
+
+        Args:
+            moved_at: when the hub last acknowledged messages of this site: movement, too.
+            patience_s: longest time in which nothing moves.
+        """
+        now = time.monotonic()
+        if self._arrival.changes != self._seen:
+            self._seen, self._at = self._arrival.changes, now
+        return max(self._at, moved_at) + patience_s - now
+
+
+def _closed(told: str, sites: Sequence[int]) -> ExchangeError:
+    return ExchangeError(f"{Failure.CLOSED.value}: {told}", sites, kind=Failure.CLOSED)
 
 
 def _text(frame: Frame) -> str:

@@ -7,13 +7,16 @@ import json
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from outergrad.star.frames import ALL, AWAY, DATA, Frame, Kind, MalformedError
+from outergrad.star.frames import ALL, AWAY, DATA, LANES, Frame, Kind, MalformedError
+from outergrad.star.groups import Groups
+from outergrad.star.pending_sums import PendingSums, disagreement
 from outergrad.star.pipe import Pipe
 from outergrad.star.sentences import LEFT, going_on_with
 from outergrad.star.slots import Slots
-from outergrad.star.sums import DTYPES, added, refuse_if_none
+from outergrad.star.sums import added
+from outergrad.star.values import Values
 from outergrad.star.window import TEXTS, WINDOW_BYTES, Window, cost_of, heard_in
 
 _ACK_BYTES = WINDOW_BYTES // 8
@@ -168,6 +171,8 @@ Told = Callable[..., None]
 _MOST_TEXT = 1 << 15
 _MOST_TEXTS, _MOST_TEXTS_BYTES = 1 << 16, 8 << 20
 """Most texts that a site may leave in a run, and most bytes of those that the others keep."""
+_STORE_BYTES = 1 << 28
+"""Most bytes of all values in the store of a run; every site may write the same share."""
 _MOST_PARTS = 1 << 10
 """Most confirmations of steps by a site that wait for those of other sites."""
 _MOST_AT_ONCE, _MOST_ALONE = 1 << 6, 1 << 6
@@ -200,7 +205,7 @@ class Run:
         self.is_ready = False
         self._lost: set[str] = set()
         self._waiting: list[str] = []
-        self._sums: dict[tuple[int, int, int], dict[int, Frame]] = {}
+        self._sums, self._groups, self._values = PendingSums(), Groups(0), Values()
         self._parts: dict[tuple[int, int, int], set[str]] = {}
         self._alone: Counter[int] = Counter()
         self._unconfirmed: set[tuple[str, ...]] = set()
@@ -238,7 +243,7 @@ class Run:
                 self._to_all(Frame(Kind.GONE, why.encode(), run=self.number, sender=rank))
 
     def _begin(self) -> None:
-        self.is_ready = True
+        self.is_ready, self._groups = True, Groups(len(self.names))
         sites, (after, before) = list(self.names), self._before
         if after:
             without = [name for name in before if name not in sites]
@@ -334,7 +339,8 @@ class Run:
             self._lost.add(member.name)
             self._note_parts()
         gone = Frame(Kind.GONE, why.encode(), run=self.number, sender=member.rank)
-        self._to_others(member, gone, [])
+        relay(gone, self._others(member), [])
+        self._void_sums_without(member.rank, why)
 
     def take(self, member: Member, frame: Frame) -> None:
         """Processes a frame.
@@ -356,48 +362,73 @@ class Run:
         return repr(self.names[rank]) if rank < len(self.names) else f"rank {rank}"
 
     def _gather(self, member: Member, frame: Frame) -> None:
-        self._to_others(member, frame, [(member, frame.lane, cost_of(frame))])
+        others = [rank for rank in self._users(member, frame) if rank != member.rank]
+        relay(frame, self._reached(others), [(member, frame.lane, cost_of(frame))])
 
     def _each(self, member: Member, frame: Frame) -> None:
-        to = self.members.get(frame.recipient)
-        if to is None or to is member:
+        if frame.recipient == member.rank or frame.recipient not in self._users(member, frame):
             raise MalformedError(f"a frame for {self._name_of(frame.recipient)}")
-        relay(frame, _reached([to]), [(member, frame.lane, cost_of(frame))])
+        to = self._reached([frame.recipient])
+        relay(frame, to, [(member, frame.lane, cost_of(frame))])
+
+    def _users(self, member: Member, frame: Frame) -> Sequence[int]:
+        """Returns the ranks of the sites that use the lane of a site's frame."""
+        users = self._groups.members(frame.lane)
+        if member.rank not in users:
+            raise MalformedError(f"a frame of lane {frame.lane}, of a group that it is not in")
+        return users
 
     def _sum(self, member: Member, frame: Frame) -> None:
         """Keeps a part of a sum, and sends the sum once all sites' parts have come."""
-        place = frame.lane, frame.number, frame.offset
-        parts = self._sums.setdefault(place, {})
-        if member.rank in parts:
-            raise MalformedError("a part of a sum for the second time")
-        refuse_if_none(len(frame.payload), frame.dtype)
-        parts[member.rank] = frame
-        if len(parts) < len(self.names):
+        users = self._users(member, frame)
+        if frame.recipient not in (ALL, *users):
+            raise MalformedError(f"a sum for {self._name_of(frame.recipient)}")
+        parts = self._sums.take(frame, users)
+        if parts is None:
+            self._void_if_hopeless(frame, users)
             return
-        del self._sums[place]
-        ordered = [parts[rank] for rank in sorted(parts)]
-        if len({_shape(part) for part in ordered}) > 1:
-            self._fault_in_sum(ordered)
+        if differ := disagreement(parts, self.names):
+            self._fault_in_sum(*differ)
             return
-        total = added([part.payload for part in ordered], frame.dtype)
-        owed = [(self.members[part.sender], part.lane, cost_of(part)) for part in ordered]
+        total = added([part.payload for part in parts], frame.dtype)
         summed = frame._replace(payload=total, sender=ALL, checksum=None)
-        relay(summed, _reached(list(self.members.values())), owed)
+        to = users if frame.recipient == ALL else [frame.recipient]
+        relay(summed, self._reached(to), self._owed_for(parts))
 
-    def _fault_in_sum(self, parts: list[Frame]) -> None:
+    def _owed_for(self, parts: Sequence[Frame]) -> list[tuple[Member, int, int]]:
+        return [(self.members[part.sender], part.lane, cost_of(part)) for part in parts]
+
+    def _fault_in_sum(self, why: str, ranks: Sequence[int]) -> None:
         """Reports the sites whose part is not like the majority's; all, if there is no majority."""
-        usual, count = Counter(map(_shape, parts)).most_common(1)[0]
-        others = [part for part in parts if 2 * count <= len(parts) or _shape(part) != usual]
-        said = "; ".join(f"{self.names[part.sender]} sent {_told(part)}" for part in others)
-        most = "" if 2 * count <= len(parts) else f", where the others sent {_told_of(usual)}"
-        why = f"the sites do not agree on sum {parts[0].number}: {said}{most}"
-        self._tell("fault", run=self.number, why=why, sites=[self.names[p.sender] for p in others])
-        sender = others[0].sender if len(others) == 1 else ALL
+        self._tell("fault", run=self.number, why=why, sites=[self.names[rank] for rank in ranks])
+        sender = ranks[0] if len(ranks) == 1 else ALL
         self._to_all(Frame(Kind.FAULT, why.encode(), run=self.number, sender=sender))
 
+    def _void_if_hopeless(self, frame: Frame, users: Sequence[int]) -> None:
+        """Drops a sum of a group if a site of it is gone without its part."""
+        if frame.lane < LANES:
+            return  # all sites hear of a site that is gone
+        for rank in users:
+            if self.is_gone(rank) and not self._sums.has(frame, rank):
+                self._void_sums_without(rank, "it was gone before")
+                return
+
+    def _void_sums_without(self, rank: int, why: str) -> None:
+        """Tells all that wait for a sum of a group that a site which is gone adds nothing to it."""
+        for parts in self._sums.without(rank, self._groups.members):
+            first, owed = parts[0], self._owed_for(parts)
+            about = (Kind.VOID, why.encode(), first.lane)
+            void = Frame(*about, run=self.number, number=first.number, sender=rank)
+            relay(void, self._reached([part.sender for part in parts]), owed)
+
     def _to_all(self, frame: Frame) -> None:
-        for member in _reached(list(self.members.values())):
+        for member in self._reached(self.members):
             member.push(frame)
+
+    def _reached(self, ranks: Iterable[int]) -> list[Member]:
+        """Returns the members of these ranks that may still be connected."""
+        found = (self.members[rank] for rank in ranks if rank in self.members)
+        return [member for member in found if not member.is_gone or member.has_left]
 
     def _text(self, member: Member, frame: Frame) -> None:
         if len(frame.payload) > _MOST_TEXT:
@@ -408,7 +439,7 @@ class Run:
         sizes[name] = cost_of(frame)
         if len(known) > _MOST_TEXTS or sum(sizes.values()) > _MOST_TEXTS_BYTES:
             raise MalformedError("more texts than others keep of a site")
-        self._to_others(member, frame, [(member, TEXTS, cost_of(frame))])
+        relay(frame, self._others(member), [(member, TEXTS, cost_of(frame))])
 
     def _answer(self, member: Member, frame: Frame) -> None:
         answer = self._slots.answer(frame, member.rank)
@@ -419,8 +450,31 @@ class Run:
         others = self.goes_on_with() or []
         self.leave(member, going_on_with(others) if member.name in others else LEFT)
 
-    def _to_others(self, member: Member, frame: Frame, owed: list) -> None:
-        relay(frame, _reached([m for m in self.members.values() if m is not member]), owed)
+    def _others(self, member: Member) -> list[Member]:
+        return self._reached(rank for rank in self.members if rank != member.rank)
+
+    def _group(self, member: Member, frame: Frame) -> None:
+        answer = self._groups.answer(bytes(frame.payload), member.rank)
+        member.answer(Frame(Kind.ANSWER, answer, run=self.number, number=frame.number))
+
+    def _late(self, member: Member, frame: Frame) -> None:
+        try:
+            lane, number = map(int, bytes(frame.payload).split())
+        except ValueError:
+            raise MalformedError("a question about a sum that cannot be read") from None
+        late = self._sums.late(lane, number, self._groups.members(lane))
+        answer = " ".join(map(str, late)).encode()
+        member.answer(Frame(Kind.ANSWER, answer, run=self.number, number=frame.number))
+
+    def _store(self, member: Member, frame: Frame) -> None:
+        """Asks the store; an answer may come later, with that to another site's question."""
+        share = _STORE_BYTES // len(self.names)
+        for asker, number, answer in self._values.answers(frame, member.rank, share):
+            told = Frame(Kind.ANSWER, answer, run=self.number, number=number)
+            if asker == member.rank:
+                member.answer(told)
+            for one in self._reached([asker] if asker != member.rank else ()):
+                one.push(told)  # it waited: the store bounds how often
 
     def _part(self, member: Member, frame: Frame) -> None:
         """Notes that a site confirms some steps: it has the messages of all sites in them."""
@@ -480,26 +534,8 @@ def _steps_in(frame: Frame) -> tuple[int, int, int]:
     return session, first, last
 
 
-def _shape(part: Frame) -> tuple[int, int, int]:
-    return part.dtype, part.total, len(part.payload)
-
-
-def _told(part: Frame) -> str:
-    return _told_of(_shape(part))
-
-
-def _told_of(shape: tuple[int, int, int]) -> str:
-    dtype, total, _ = shape
-    return f"{total} bytes of {DTYPES[dtype]}"
-
-
 def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
-
-
-def _reached(members: list[Member]) -> list[Member]:
-    """Returns the members that may still be connected."""
-    return [member for member in members if not member.is_gone or member.has_left]
 
 
 _ACTIONS: dict[Kind, Callable[[Run, Member, Frame], None]] = {
@@ -512,4 +548,7 @@ _ACTIONS: dict[Kind, Callable[[Run, Member, Frame], None]] = {
     Kind.PUT: Run._answer,
     Kind.GET: Run._answer,
     Kind.PART: Run._part,
+    Kind.GROUP: Run._group,
+    Kind.STORE: Run._store,
+    Kind.LATE: Run._late,
 }

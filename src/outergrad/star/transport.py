@@ -159,10 +159,38 @@ class Star:
         self._line = self._line.latest
         return self._line.open(device, patience_s)
 
+    def connected(self, patience_s: float) -> Held:
+        """Returns this process's line, once all sites are connected: for process groups.
+
+        Args:
+            patience_s: seconds that the hub may be out of reach.
+
+        Raises:
+            ValueError: the kit cannot be read.
+            RuntimeError: the hub cannot be reached, refuses this site, or other sites do not come.
+        """
+        if self._line is None:
+            self._line = _line_of(self, patience_s)
+        wait_until_ready(self._line.line, self.wait_s)
+        return Held(self, self._line.line)
+
     def close(self) -> None:
         """Leaves, when all that was sent has arrived. A process that ends does it by itself."""
         if self._line is not None:
             self._line.latest.dialler.finish()
+
+
+@dataclass(frozen=True)
+class Held:
+    """A line of this process, alive as long as this is.
+
+    Attributes:
+        star: transport, whose sessions share the line.
+        line: to the hub.
+    """
+
+    star: Star
+    line: Line
 
 
 class _Line:
@@ -194,6 +222,11 @@ class _Line:
         self.dialler: Dialler = Dialler(self._line, star.hub or kit.hub, kit, patience_s)
         end = weakref.finalize(self, self.dialler.end)
         end.atexit = False  # `leave_all_stars` ends the dialler then
+
+    @property
+    def line(self) -> Line:
+        """The line to the hub."""
+        return self._line
 
     @property
     def latest(self) -> _Line:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import struct
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 
 from outergrad.star.frames import (
-    LANES,
+    MOST_LANES,
     Frame,
     Kind,
     MalformedError,
@@ -18,11 +18,11 @@ from outergrad.star.pipe import Pipe
 
 WINDOW_BYTES = 8 << 20
 """Bytes per lane of a site that may be on their way to other sites."""
-TEXTS = LANES
+TEXTS = MOST_LANES
 """Number in place of a lane for texts, which only the hub counts: no site leaves a window full."""
 _FRAME_BYTES = 1 << 10
 """Bytes that a frame costs besides its payload."""
-_ACK = struct.Struct(f"!{1 + LANES}Q")
+_HEARD, _TAKEN = struct.Struct("!Q"), struct.Struct("!HQ")
 
 
 def cost_of(frame: Frame) -> int:
@@ -56,9 +56,9 @@ class Window:
         self._sent[lane] += cost_of(frame)
 
     def ack(self, heard: int) -> Frame:
-        """Returns the acknowledgement for the other end, whose frames up to `heard` have come."""
-        taken = (self.taken[lane] for lane in range(LANES))
-        return Frame(Kind.ACK, _ACK.pack(heard, *taken))
+        """Returns the acknowledgement for a site, whose frames up to `heard` have come."""
+        taken = (pair for pair in self.taken.items() if pair[0] != TEXTS)
+        return ack_of(heard, b"".join(_TAKEN.pack(*pair) for pair in taken))
 
     def update(self, ack: Frame) -> None:
         """Takes over the bytes that the other end acknowledges as taken.
@@ -66,8 +66,14 @@ class Window:
         Raises:
             MalformedError: the acknowledgement cannot be read.
         """
-        for lane, count in enumerate(_read(ack)[1:]):
+        heard_in(ack)
+        for lane, count in _TAKEN.iter_unpack(ack.payload[_HEARD.size :]):
             self.taken[lane] = max(self.taken[lane], count)
+
+
+def ack_of(heard: int, taken: bytes = b"") -> Frame:
+    """Returns the acknowledgement of frames up to `heard`, with the bytes taken of each lane."""
+    return Frame(Kind.ACK, _HEARD.pack(heard) + taken)
 
 
 def heard_in(ack: Frame) -> int:
@@ -76,14 +82,10 @@ def heard_in(ack: Frame) -> int:
     Raises:
         MalformedError: the acknowledgement cannot be read.
     """
-    return _read(ack)[0]
-
-
-def _read(ack: Frame) -> tuple[int, ...]:
-    try:
-        return _ACK.unpack(ack.payload)
-    except struct.error:
-        raise MalformedError("an acknowledgement of another length") from None
+    payload = ack.payload
+    if len(payload) < _HEARD.size or (len(payload) - _HEARD.size) % _TAKEN.size:
+        raise MalformedError("an acknowledgement of another length")
+    return _HEARD.unpack_from(payload)[0]
 
 
 @dataclass
@@ -121,7 +123,8 @@ class Outgoing:
 
     def __init__(self, pipe: Pipe, window: Window) -> None:
         self._pipe, self._window = pipe, window
-        self._lanes: list[deque[_Message]] = [deque() for _ in range(LANES)]
+        self._lanes: defaultdict[int, deque[_Message]] = defaultdict(deque)
+        """Messages of each lane that has some."""
         self._last: Frame | None = None
 
     def add(self, head: Frame, payload: bytes, *, grows: bool = False) -> None:
@@ -140,22 +143,21 @@ class Outgoing:
 
     def clear(self) -> None:
         """Drops all messages, or their rest, that are not cut into frames yet."""
-        for lane in self._lanes:
-            lane.clear()
+        self._lanes.clear()
 
     @property
     def is_due(self) -> bool:
         """True if something can be sent now."""
-        return self._pipe.has_unsent or any(self._open_lanes()) or self._is_last_due
+        return self._pipe.has_unsent or bool(self._open_lanes()) or self._is_last_due
 
     @property
     def is_empty(self) -> bool:
         """True if the hub has everything."""
-        return self._pipe.is_empty and not any(self._lanes) and self._last is None
+        return self._pipe.is_empty and not self._lanes and self._last is None
 
     @property
     def _is_last_due(self) -> bool:
-        return self._last is not None and not any(self._lanes)
+        return self._last is not None and not self._lanes
 
     def batch(self, most_bytes: int) -> list[Frame]:
         """Returns the next frames: those still unsent, or else one more of each open lane."""
@@ -167,14 +169,15 @@ class Outgoing:
             self._last = None
         return self._pipe.batch(most_bytes)
 
-    def _open_lanes(self) -> list[deque[_Message]]:
-        return [
-            queue for lane, queue in enumerate(self._lanes) if queue and self._window.is_open(lane)
-        ]
+    def _open_lanes(self) -> list[int]:
+        return [lane for lane in sorted(self._lanes) if self._window.is_open(lane)]
 
-    def _push_one(self, lane: deque[_Message]) -> None:
-        frame = lane[0].next_frame()
+    def _push_one(self, lane: int) -> None:
+        queue = self._lanes[lane]
+        frame = queue[0].next_frame()
         self._window.send(frame)
         self._pipe.push(frame)
-        if lane[0].sent == len(lane[0].payload):
-            lane.popleft()
+        if queue[0].sent == len(queue[0].payload):
+            queue.popleft()
+        if not queue:
+            del self._lanes[lane]

@@ -1,0 +1,491 @@
+"""A process group of torch.distributed whose collectives go through a hub."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from outergrad.core.errors import ExchangeError, Failure
+from outergrad.star.backend.works import Awaited, Finisher, FirstOf, LineWork, Rooms
+from outergrad.star.frames import ALL, Kind, Place
+from outergrad.star.line import Line
+from outergrad.star.sums import coded
+
+NAME = "outergrad"
+_OPERATIONS = {
+    "SUM": "sum",
+    "AVG": "mean",
+    "MIN": "min",
+    "MAX": "max",
+    "PRODUCT": "product",
+    "BAND": "and",
+    "BOR": "or",
+    "BXOR": "xor",
+}
+_OF_BOOL = {"sum": "max", "product": "min"}
+"""Operations of True and False in place of those of the numbers 1 and 0."""
+_OF_COMPLEX = frozenset({"sum", "mean"})
+_LARGE_BYTES = 1 << 26
+"""Bytes of a message from which on its sender waits until all others are there as well. A site
+keeps what comes early, and memory has an end."""
+
+
+class StarGroup(dist.ProcessGroup):
+    """Collectives among sites around a hub.
+
+    Sums, minima and the like are made by the hub, of floats in 64 bits and rank order, so a site
+    sends a tensor once and receives it once. All else is relayed.
+
+    Args:
+        line: of this process.
+        name: of the group, the same on all its sites and of no other one of the run.
+        ranks: of the sites in the run, in the order of ranks in the group.
+        store: of the group.
+        timeout: longest time in which nothing moves, of collectives.
+        held: object that keeps the line alive.
+
+    Attributes:
+        ranks: of the sites in the run, in the order of ranks in the group.
+        held: object that keeps the line alive: its sessions share the line.
+
+    Raises:
+        ExchangeError: the hub does not answer, or other sites have opened another group.
+    """
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    def __init__(
+        self,
+        line: Line,
+        name: str,
+        ranks: Sequence[int],
+        store: dist.Store,
+        timeout: timedelta,
+        held: Any = None,
+    ) -> None:
+        super().__init__(ranks.index(line.rank), len(ranks))
+        self._line, self._name, self._described, self._store = line, name, "undefined", store
+        self.ranks, self.held = tuple(ranks), held
+        self._patience_s = timeout.total_seconds()
+        self._finisher = Finisher(line)
+        self._lane = line.open_group(name, sorted(ranks), self._patience_s)
+        self._sent, self._received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+        self._coalesced: list[LineWork] | None = None
+        self._sequence = 0
+
+    # -- what PyTorch asks a group --------------------------------------------------------------
+
+    def getBackendName(self) -> str:  # noqa: N802  # PyTorch's C++ code calls it so
+        """Returns the name of the backend."""
+        return NAME
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Returns the name of the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Sets the name of the group."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """Returns the description of the group."""
+        return self._described
+
+    def setGroupDesc(self, described: str) -> None:  # noqa: N802
+        """Sets the description of the group."""
+        self._described = described
+
+    def get_group_store(self) -> dist.Store:
+        """Returns the store of the group."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the longest time in which nothing moves."""
+        self._patience_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, _: torch.device) -> StarGroup:
+        return self
+
+    def _get_backend_name(self) -> str:
+        return NAME
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._sequence = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def _start_coalescing(self, _: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, _: torch.device) -> LineWork:
+        works, self._coalesced = self._coalesced or [], None
+        return self._work([one for work in works for one in work.awaited], [])
+
+    def shutdown(self) -> None:
+        """Ends the threads of the group."""
+        self._finisher.end()
+
+    abort = shutdown
+
+    # -- sums and other reductions, which the hub makes -------------------------------------------
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = ReduceOp.SUM) -> LineWork:
+        """Replaces tensors by their sums over the sites, or what another operation makes."""
+        if tensors and tensors[0].is_sparse:
+            return self._sparse_sum(tensors[0], _operation(opts))
+        operation = _operation(opts)
+        return self._work([one for t in tensors for one in self._reduced(t, t, operation)], tensors)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> LineWork:
+        """Writes the sum of tensors on one site, `rootRank`, or what another operation makes."""
+        about = _operation(opts), opts.rootRank
+        return self._work([one for t in tensors for one in self._reduced(t, t, *about)], tensors)
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
+    ) -> LineWork:
+        """Sums the r-th tensors of all sites on the r-th site."""
+        pairs = zip(outputs, inputs, strict=True)
+        return self._work(
+            [one for into, parts in pairs for one in self._scattered_sum(into, parts, opts)],
+            outputs,
+        )
+
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> LineWork:
+        """Sums the r-th parts of the tensors of all sites on the r-th site."""
+        return self._work(self._scattered_sum(output, self._parts(whole), opts), [output])
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], wholes: Sequence[Tensor], opts: Any = None
+    ) -> LineWork:
+        """Sums the r-th parts of several tensors on the r-th site."""
+        pairs = zip(outputs, wholes, strict=True)
+        return self._work(
+            [
+                a
+                for into, whole in pairs
+                for a in self._scattered_sum(into, self._parts(whole), opts)
+            ],
+            outputs,
+        )
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def barrier(self, opts: Any = None) -> LineWork:
+        """Waits for all sites."""
+        return self.allreduce([torch.zeros(1, dtype=torch.uint8)])
+
+    def _scattered_sum(self, output: Tensor, parts: Sequence[Tensor], opts: Any) -> list[Awaited]:
+        operation = _operation(opts or ReduceOp.SUM)
+        return [
+            one
+            for root, part in enumerate(parts)
+            for one in self._reduced(part, output, operation, root)
+        ]
+
+    def _reduced(
+        self, t: Tensor, into: Tensor, operation: str, root: int | None = None
+    ) -> list[Awaited]:
+        """Sends a tensor to be summed; writes the sum into another, of one site or on all."""
+        mine = root in (None, self.rank())
+        numbers, operation = _numbers_of(t, operation)
+        code = _code(numbers, operation)
+        if self.size() == 1:
+            _copy(t, into)
+        if self.size() == 1 or not t.numel():
+            return []
+        place = self._line.place(Kind.SUM, self._lane, code)
+        arrival = self._line.expect(place, {ALL: numbers.nbytes} if mine else {})
+        self._line.send(place, _bytes(numbers), ALL if root is None else self.ranks[root])
+        return [Awaited(place, arrival, lambda rooms: _write(rooms[ALL], into))] if mine else []
+
+    def _sparse_sum(self, t: Tensor, operation: str) -> LineWork:
+        """Sums sparse tensors, whose entries all sites exchange: their numbers differ."""
+        if operation != "sum":
+            raise ValueError(f"sparse tensors can be summed alone, not by {operation!r}")
+        own = t.coalesce()
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
+        self.allgather([counts], [torch.tensor([own._nnz()])]).wait()
+        indices = [own.indices().new_empty((own.sparse_dim(), int(n))) for n in counts]
+        values = [own.values().new_empty((int(n), *own.shape[own.sparse_dim() :])) for n in counts]
+        self.allgather([indices], [own.indices()]).wait()
+        self.allgather([values], [own.values()]).wait()
+        total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), t.shape)
+        with torch.no_grad():
+            t.copy_(total.coalesce())
+        return self._work([], [t])
+
+    # -- tensors that the hub relays ------------------------------------------------------------
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> LineWork:
+        """Overwrites tensors with those of one site."""
+        root = 0 if opts is None else opts.rootRank
+        awaited = [one for t in tensors for one in self._from_root(t, root)]
+        return self._work(awaited, tensors)
+
+    def _from_root(self, t: Tensor, root: int) -> list[Awaited]:
+        return self._gathered(self._only(root, t), t if self.rank() == root else t.new_empty(0))
+
+    def allgather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> LineWork:
+        """Gathers tensors of all sites on all sites."""
+        pairs = zip(outputs, inputs, strict=True)
+        awaited = [one for into, t in pairs for one in self._gathered(into, t)]
+        return self._work(awaited, [t for into in outputs for t in into])
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> LineWork:
+        """Gathers lists of tensors: `outputs` has a list for each site."""
+        return self.allgather(list(zip(*outputs, strict=True)), inputs)
+
+    def all_gather_single(self, output: Tensor, t: Tensor, opts: Any = None) -> LineWork:
+        """Gathers tensors of all sites, one behind the other in the output."""
+        return self._work(self._gathered(self._parts(output), t), [output])
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> LineWork:
+        """Gathers several tensors, each into an output of its own."""
+        pairs = zip(outputs, inputs, strict=True)
+        return self._work([a for o, t in pairs for a in self._gathered(self._parts(o), t)], outputs)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def _gathered(self, outputs: Sequence[Tensor], own: Tensor) -> list[Awaited]:
+        """Sends a tensor to all; writes those of other sites, and it, into the outputs."""
+        self._meet(sum(t.nbytes for t in outputs))
+        _copy(own, outputs[self.rank()])
+        if self.size() == 1:
+            return []
+        place = self._line.place(Kind.GATHER, self._lane)
+        awaited = self._expected(place, outputs)
+        if own.numel():
+            self._line.send(place, _bytes(own))
+        return awaited
+
+    def gather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
+    ) -> LineWork:
+        """Gathers tensors of all sites on one site, `rootRank`."""
+        root, awaited = opts.rootRank, []
+        for k, t in enumerate(inputs):
+            self._meet(t.nbytes * self.size())
+            into = outputs[k] if outputs else [t.new_empty(0)] * self.size()
+            awaited += self._exchanged(into, self._only(root, t))
+        return self._work(awaited, [t for into in outputs for t in into])
+
+    def scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
+    ) -> LineWork:
+        """Sends each site a tensor of one site, `rootRank`."""
+        root, awaited = opts.rootRank, []
+        for k, t in enumerate(outputs):
+            self._meet(t.nbytes * self.size())
+            parts = inputs[k] if inputs else [t.new_empty(0)] * self.size()
+            awaited += self._exchanged(self._only(root, t), parts)
+        return self._work(awaited, outputs)
+
+    def _only(self, root: int, t: Tensor) -> list[Tensor]:
+        """Returns a tensor for one site, and empty ones for the others."""
+        return [t if rank == root else t.new_empty(0) for rank in range(self.size())]
+
+    def _meet(self, nbytes: int) -> None:
+        """Waits for all sites before a message so large that they could not keep it."""
+        if nbytes > _LARGE_BYTES and self.size() > 1:
+            self.barrier().wait()
+
+    def alltoall(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> LineWork:
+        """Sends each site a tensor of its own."""
+        return self._work(self._exchanged(outputs, inputs), outputs)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        whole: Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> LineWork:
+        """Sends each site a part of a tensor; sizes are of rows, equal ones if none are given."""
+        into = self._parts(output, output_sizes)
+        return self._work(self._exchanged(into, self._parts(whole, input_sizes)), [output])
+
+    alltoall_base = all_to_all_single
+
+    def _exchanged(self, outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Awaited]:
+        """Sends each site its part; writes what it sends into the output of its rank."""
+        if len(outputs) != self.size() or len(parts) != self.size():
+            raise ValueError(f"{len(outputs)} and {len(parts)} tensors for {self.size()} sites")
+        _copy(parts[self.rank()], outputs[self.rank()])
+        if self.size() == 1:
+            return []
+        place = self._line.place(Kind.EACH, self._lane)
+        awaited = self._expected(place, outputs)
+        for rank, part in enumerate(parts):
+            if rank != self.rank() and part.numel():
+                self._line.send(place, _bytes(part), self.ranks[rank])
+        return awaited
+
+    def _expected(self, place: Place, outputs: Sequence[Tensor]) -> list[Awaited]:
+        """Expects a message of each other site whose output is not empty."""
+        wanted = {
+            self.ranks[rank]: into
+            for rank, into in enumerate(outputs)
+            if rank != self.rank() and into.numel()
+        }
+        arrival = self._line.expect(place, {site: into.nbytes for site, into in wanted.items()})
+
+        def write(rooms: Rooms) -> None:
+            for site, into in wanted.items():
+                _write(rooms[site], into)
+
+        return [Awaited(place, arrival, write)] if wanted else []
+
+    # -- from one site to another ---------------------------------------------------------------
+
+    def send(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> LineWork:
+        """Sends a tensor to one site."""
+        (t,) = tensors
+        place = self._between(self.rank(), rank, tag, self._sent)
+        if t.numel():
+            self._line.send(place, _bytes(t), self.ranks[rank])
+        return self._work([], tensors)
+
+    def recv(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> LineWork:
+        """Receives a tensor of one site."""
+        (t,) = tensors
+        place, site = self._between(rank, self.rank(), tag, self._received), self.ranks[rank]
+        if not t.numel():
+            return self._work([], tensors, rank)
+        arrival = self._line.expect(place, {site: t.nbytes})
+        return self._work(
+            [Awaited(place, arrival, lambda rooms: _write(rooms[site], t))], tensors, rank
+        )
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> LineWork:
+        """Receives a tensor of whichever site sends one first."""
+        others = [rank for rank in range(self.size()) if rank != self.rank()]
+        numbers = {r: (r, self.rank(), tag) for r in others}
+
+        def has_come() -> int | None:
+            for rank, key in numbers.items():
+                number = _number(*key, self._received[rank, tag] + 1)
+                if self._line.has_come(self._lane, number, self.ranks[rank]):
+                    return rank
+            if {self.ranks[rank] for rank in others} <= self._line.gone.keys():
+                raise ExchangeError("all other sites are gone", kind=Failure.CLOSED)
+            return None
+
+        receive = lambda rank: self.recv(tensors, rank, tag)  # noqa: E731
+        return FirstOf(self._line, has_come, receive, *self._like(tensors))
+
+    def _between(
+        self, source: int, target: int, tag: int, counts: Counter[tuple[int, int]]
+    ) -> Place:
+        """Returns the place of the next message between two sites, which only these count."""
+        other = target if source == self.rank() else source
+        counts[other, tag] += 1
+        return Place(Kind.EACH, self._lane, _number(source, target, tag, counts[other, tag]))
+
+    # -- parts and works ------------------------------------------------------------------------
+
+    def _parts(self, whole: Tensor, sizes: Sequence[int] = ()) -> list[Tensor]:
+        """Returns a tensor's parts for all sites, of so many rows, or equal ones."""
+        if sizes:
+            return list(whole.split(list(sizes)))
+        if whole.shape[:1].numel() % self.size():
+            raise ValueError(f"{len(whole)} rows cannot be divided among {self.size()} sites")
+        return list(whole.chunk(self.size())) if whole.numel() else [whole] * self.size()
+
+    def _work(
+        self, awaited: Sequence[Awaited], results: Sequence[Tensor], source: int = -1
+    ) -> LineWork:
+        work = LineWork(self._line, awaited, *self._like(results), source)
+        self._sequence += 1
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _like(self, results: Sequence[Tensor]) -> tuple[Sequence[Tensor], float, Finisher]:
+        return results, self._patience_s, self._finisher
+
+
+def _number(source: int, target: int, tag: int, count: int) -> int:
+    """Returns the number of a message between two sites, apart from those of collectives."""
+    told = f"{source} {target} {tag} {count}".encode()
+    digest = hashlib.blake2b(told, digest_size=8).digest()
+    return int.from_bytes(digest, "big") | 1 << 63
+
+
+def _operation(opts: Any) -> str:
+    """Returns the name of the operation in the options of a collective, or of a ReduceOp."""
+    wanted = getattr(opts, "reduceOp", opts)
+    for name, operation in _OPERATIONS.items():
+        if wanted == getattr(ReduceOp, name):
+            return operation
+    raise ValueError(f"{wanted}: a hub makes {', '.join(_OPERATIONS)}")
+
+
+def _numbers_of(t: Tensor, operation: str) -> tuple[Tensor, str]:
+    """Returns a tensor as real numbers, and the operation on them in place of that on its own."""
+    if t.is_complex():
+        if operation not in _OF_COMPLEX:
+            raise ValueError(f"complex numbers can be summed and averaged, not by {operation!r}")
+        return torch.view_as_real(t.detach().resolve_conj()), operation
+    if t.dtype == torch.bool:
+        return t.detach().to(torch.uint8), _OF_BOOL.get(operation, operation)
+    return t.detach(), operation
+
+
+def _code(numbers: Tensor, operation: str) -> int:
+    dtype = str(numbers.dtype).removeprefix("torch.")
+    try:
+        return coded(dtype, operation)
+    except ValueError:
+        raise ValueError(f"a hub makes no {operation!r} of numbers of type {dtype}") from None
+
+
+def _bytes(t: Tensor) -> bytes:
+    """Returns a copy of a tensor's bytes: the tensor may change before they are sent."""
+    t = t.detach().resolve_conj().resolve_neg()
+    if t.is_cuda:
+        pinned = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+        t = pinned.copy_(t)
+    return t.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _write(room: np.ndarray, into: Tensor) -> None:
+    """Writes the bytes of a message into a tensor."""
+    with torch.no_grad():
+        came = torch.from_numpy(room).view(into.dtype).view(into.shape)
+        into.copy_(came.pin_memory() if into.is_cuda else came)
+
+
+def _copy(t: Tensor, into: Tensor) -> None:
+    if t is not into:
+        with torch.no_grad():
+            into.copy_(t.view(into.shape) if t.numel() else t)

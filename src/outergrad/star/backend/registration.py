@@ -1,0 +1,88 @@
+"""The names by which torch.distributed finds the backend, and what an address means."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import torch.distributed as dist
+
+from outergrad.star.backend.group import NAME, StarGroup
+from outergrad.star.backend.store import HubStore
+from outergrad.star.transport import TIMEOUT_S, Star
+
+SCHEME = "star"
+_SETTINGS = ("hub", "wait_s", "when_lost", "min_sites")
+"""Settings of `og.Star` that an address may have."""
+_NUMBERS = {"wait_s": float, "min_sites": int}
+
+
+class _Begun:
+    """The store of the group of all sites that this process began last."""
+
+    count = 0
+    """Number of such groups so far: each has names of its own at the hub."""
+    store: weakref.ref[HubStore] | None = None
+
+
+def register(*_: Any) -> None:
+    """Registers the backend and its addresses; does nothing where both are registered."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _group, extended_api=True, devices=["cpu", "cuda"])
+        dist.register_rendezvous_handler(SCHEME, _meeting)
+
+
+def star_at(address: str) -> Star:
+    """Returns the settings that an address means.
+
+    Args:
+        address: as "star:///etc/site-a.kit?hub=hub.example.org:8443&wait_s=60". The path is that of
+            the kit; without one, it is the file that `outergrad site --kit` was given. What stands
+            behind "?" are settings of `og.Star`: hub, wait_s, when_lost ("raise" or "go on"; a
+            space is "+") and min_sites.
+
+    Raises:
+        ValueError: the address has a setting that is none, or has no value for it.
+    """
+    parts = urlsplit(address)
+    settings: dict[str, Any] = {}
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        if name not in _SETTINGS:
+            raise ValueError(f"{address}: {name!r} is none of {', '.join(_SETTINGS)}")
+        try:
+            settings[name] = _NUMBERS.get(name, str)(value)
+        except ValueError:
+            raise ValueError(f"{address}: {name}={value!r} is no number") from None
+    kit = unquote(parts.netloc + parts.path)
+    return Star(kit=kit or None, **settings)
+
+
+def _meeting(
+    address: str, rank: int = -1, world_size: int = -1, timeout: timedelta | None = None, **_: Any
+) -> Iterator[tuple[dist.Store, int, int]]:
+    """Yields the store of the run, this site's rank and the number of sites; for torch."""
+    limit = timeout or dist.default_pg_timeout
+    held = star_at(address).connected(min(limit.total_seconds(), TIMEOUT_S))
+    line = held.line
+    for told, is_so, what in ((rank, line.rank, "rank"), (world_size, len(line.names), "size")):
+        if told not in (-1, is_so):
+            raise ValueError(f"{address}: the hub says {what} {is_so}, not {told}: pass none")
+    store = HubStore(line, limit, held)
+    _Begun.count, _Begun.store = _Begun.count + 1, weakref.ref(store)
+    yield dist.PrefixStore(f"group {_Begun.count}", store), line.rank, len(line.names)
+    raise RuntimeError("a site that is lost cannot begin again under the same address")
+
+
+def _group(options: Any, _: Any) -> StarGroup:
+    """Returns a new process group; for torch."""
+    store = _Begun.store and _Begun.store()  # PyTorch loses the Python half of the one it passes
+    if store is None:
+        raise ValueError(f"{NAME}: pass init_method='{SCHEME}:///path/of/the/site.kit'")
+    ranks = list(options.global_ranks_in_group) or list(range(len(store.line.names)))
+    name = f"{_Begun.count}/{options.group_id}"
+    group = StarGroup(store.line, name, ranks, options.store, options.timeout, store)
+    group.setGroupName(options.group_id)
+    return group
