@@ -94,7 +94,7 @@ class HubStore(dist.Store):
         return int(self._ask(Ask.COUNT))
 
     # PyTorch's C++ code calls two of them by other names.
-    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815
+    deleteKey, getNumKeys = delete_key, num_keys
 
     def has_extended_api(self) -> bool:
         """True: `append`, `multi_get` and `multi_set` are there."""
