@@ -5,10 +5,10 @@ nothing in them needs one. Their source is read from the installed wheel and cha
 compiled: `.cuda()` leaves a tensor where it is, and a rank's number as a device means the CPU. A
 test runs when it passes with PyTorch's own `DistributedDataParallel` in this form.
 
-    python torch_tests_on_cpus.py RANK WORLD_SIZE FOLDER
+    python torch_tests_on_cpus.py RANK WORLD_SIZE FOLDER [KIT HUB]
 
 reads lines `{"test": ..., "method": ...}` and answers each with `{"error": ...}`, null
-if it passed.
+if it passed. With a kit and the address of a hub, the group is not gloo's, but the star's.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ _TORCHS_OWN = torch.nn.parallel.DistributedDataParallel
 import_module("outergrad.capture.wrappers")  # which looks for PyTorch's own class, not for the shim
 
 
-def main(rank: int, world_size: int, folder: Path) -> None:
+def main(rank: int, world_size: int, folder: Path, kit: str = "", hub: str = "") -> None:
     """Runs the tests that standard input names, one after the other."""
+    address = f"star://{kit}?hub={hub}" if kit else ""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what tests print
     os.environ |= {
@@ -75,20 +76,31 @@ def main(rank: int, world_size: int, folder: Path) -> None:
     tests = adapted()
     for number, line in enumerate(sys.stdin):
         asked = json.loads(line)
-        error = _run(tests, rank, world_size, folder / f"store-{number}", **asked)
+        about = (rank, world_size, folder / f"store-{number}", address)
+        error = _run(tests, *about, **asked)
         answers.write(json.dumps({"error": error}) + "\n")
         answers.flush()
 
 
+def all_tests() -> list[str]:
+    """Names of all tests, of collectives and of DDP."""
+    return [name for name in _said() if name.startswith("test_")]
+
+
 def of_ddp() -> list[str]:
     """Names of the tests that make a DistributedDataParallel, themselves or by their helpers."""
-    source = Path(find_spec(SOURCE).origin).read_text()  # type: ignore[union-attr, arg-type]
-    base = next(n for n in ast.walk(ast.parse(source)) if getattr(n, "name", "") == _BASE)
-    said = {f.name: _names_in(f) for f in base.body if isinstance(f, ast.FunctionDef)}  # type: ignore[attr-defined]
+    said = _said()
     found = {name for name, names in said.items() if "DistributedDataParallel" in names}
     while more := {name for name in said.keys() - found if said[name] & found}:
         found |= more
     return [name for name in said if name in found and name.startswith("test_")]
+
+
+def _said() -> dict[str, set[str]]:
+    """The names in every function of the tests, by its own name."""
+    source = Path(find_spec(SOURCE).origin).read_text()  # type: ignore[union-attr, arg-type]
+    base = next(n for n in ast.walk(ast.parse(source)) if getattr(n, "name", "") == _BASE)
+    return {f.name: _names_in(f) for f in base.body if isinstance(f, ast.FunctionDef)}  # type: ignore[attr-defined]
 
 
 def adapted() -> types.ModuleType:
@@ -162,21 +174,28 @@ def _moved(thing: Any, to: Any) -> Any:
 
 
 def _run(
-    tests: types.ModuleType, rank: int, world_size: int, store: Path, test: str, method: str
+    tests: types.ModuleType,
+    rank: int,
+    world_size: int,
+    store: Path,
+    address: str,
+    test: str,
+    method: str,
 ) -> str | None:
     """Runs one test of the group's ranks; returns what went wrong."""
     instead: Any = _TORCHS_OWN if method == "ddp" else ddp.by(method)
     places = (torch.nn.parallel, torch.nn.parallel.distributed, tests)
     for place in places:
         vars(place)["DistributedDataParallel"] = instead
-    group = dist.FileStore(str(store), world_size)
-    dist.init_process_group(
-        "gloo",
-        store=group,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )
+    limit = timedelta(seconds=TIMEOUT_S)
+    if address:
+        name = import_module("outergrad.star.backend").NAME
+        vars(tests)["BACKEND"] = name
+        dist.init_process_group(name, init_method=address, timeout=limit)
+    else:
+        group = dist.FileStore(str(store), world_size)
+        about = {"rank": rank, "world_size": world_size, "timeout": limit}
+        dist.init_process_group("gloo", store=group, **about)
     faulthandler.dump_traceback_later(2 * TIMEOUT_S, exit=True)
     try:
         torch.manual_seed(0)
@@ -218,4 +237,4 @@ def _test(
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory():
-        main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+        main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 import outergrad as og
+from outergrad.star.backend.group import StarGroup
+from outergrad.star.backend.store import HubStore
 from outergrad.star.folder import HubFolder
 from outergrad.star.server import HubServer
 
@@ -75,6 +77,22 @@ def comms_on_star(sites: int, body: Callable[[Any], Any], timeout_s: float = 20.
     """Runs body(comm) on every site."""
     timeout = timedelta(seconds=timeout_s)
     return on_star(sites, lambda rank, one: body(one.open(CPU, timeout=timeout)))
+
+
+def groups_on_star(
+    sites: int, body: Callable[[StarGroup], Any], timeout_s: float = 20.0
+) -> list[Any]:
+    """Runs body(group) on every site, with a process group of all sites."""
+    return on_star(sites, lambda _, one: body(group_on(one, timeout_s)))
+
+
+def group_on(
+    one: og.Star, timeout_s: float = 20.0, name: str = "all", ranks: Sequence[int] | None = None
+) -> StarGroup:
+    """A process group of some sites, or of all."""
+    held, limit = one.connected(timeout_s), timedelta(seconds=timeout_s)
+    ranks = range(len(held.line.names)) if ranks is None else ranks
+    return StarGroup(held, name, ranks, limit, HubStore(held, limit))
 
 
 class Proxy:

@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 
 from outergrad.comm.torch import TorchComm
-from outergrad.core.transport import Transport
+from outergrad.core.transport import Comm, Transport
 
 
 class TorchDistributed(Transport):
     """The process groups of torch.distributed: the transport that is used unless another is given.
 
-    `timeout` is for one message; None for the timeout of the group.
+    `timeout` is for one message; None for the timeout of the group. A group around a hub (backend
+    "outergrad") of all its sites has a transport of its own, `og.Star`, which is used then.
     """
 
     settings = frozenset({"group", "timeout"})
@@ -25,13 +26,17 @@ class TorchDistributed(Transport):
         *,
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
-    ) -> TorchComm:
+    ) -> Comm:
         """Returns the collectives over a process group, the default group if None.
 
         Raises:
             RuntimeError: there is no process group.
         """
-        return TorchComm(_default() if group is None else group, device, timeout)
+        group = _default() if group is None else group
+        own = getattr(group, "transport", None)
+        if isinstance(own, Transport):
+            return own.open(device, timeout=timeout)
+        return TorchComm(group, device, timeout)
 
 
 def _default() -> dist.ProcessGroup:

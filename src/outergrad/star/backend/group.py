@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from outergrad.core.errors import ExchangeError, Failure
+from outergrad.star.backend.store import HubStore
 from outergrad.star.backend.works import Awaited, Finisher, FirstOf, LineWork, Rooms
 from outergrad.star.frames import ALL, Kind, Place
-from outergrad.star.line import Line
 from outergrad.star.sums import coded
+from outergrad.star.transport import Held
 
 NAME = "outergrad"
 _OPERATIONS = {
@@ -46,16 +47,16 @@ class StarGroup(dist.ProcessGroup):
     sends a tensor once and receives it once. All else is relayed.
 
     Args:
-        line: of this process.
+        held: this process's hold of its line, and the transport of its sessions.
         name: of the group, the same on all its sites and of no other one of the run.
         ranks: of the sites in the run, in the order of ranks in the group.
-        store: of the group.
         timeout: longest time in which nothing moves, of collectives.
-        held: object that keeps the line alive.
+        store: at the hub, which the group keeps alive.
+        own_store: part of it that belongs to this group; None for all of it.
 
     Attributes:
-        ranks: of the sites in the run, in the order of ranks in the group.
-        held: object that keeps the line alive: its sessions share the line.
+        transport: of sessions over this group, which share the line; None if it is not of all sites
+            in the order of the run.
 
     Raises:
         ExchangeError: the hub does not answer, or other sites have opened another group.
@@ -65,16 +66,19 @@ class StarGroup(dist.ProcessGroup):
 
     def __init__(
         self,
-        line: Line,
+        held: Held,
         name: str,
         ranks: Sequence[int],
-        store: dist.Store,
         timeout: timedelta,
-        held: Any = None,
+        store: HubStore,
+        own_store: dist.Store | None = None,
     ) -> None:
+        line = held.line
         super().__init__(ranks.index(line.rank), len(ranks))
-        self._line, self._name, self._described, self._store = line, name, "undefined", store
-        self.ranks, self.held = tuple(ranks), held
+        self._held, self._line, self._ranks = held, line, tuple(ranks)
+        self._name, self._described = name, "undefined"
+        self._kept, self._store = store, own_store or store
+        self.transport = held.star if self._ranks == tuple(range(len(line.names))) else None
         self._patience_s = timeout.total_seconds()
         self._finisher = Finisher(line)
         self._lane = line.open_group(name, sorted(ranks), self._patience_s)
@@ -215,7 +219,7 @@ class StarGroup(dist.ProcessGroup):
             return []
         place = self._line.place(Kind.SUM, self._lane, code)
         arrival = self._line.expect(place, {ALL: numbers.nbytes} if mine else {})
-        self._line.send(place, _bytes(numbers), ALL if root is None else self.ranks[root])
+        self._line.send(place, _bytes(numbers), ALL if root is None else self._ranks[root])
         return [Awaited(place, arrival, lambda rooms: _write(rooms[ALL], into))] if mine else []
 
     def _sparse_sum(self, t: Tensor, operation: str) -> LineWork:
@@ -223,13 +227,14 @@ class StarGroup(dist.ProcessGroup):
         if operation != "sum":
             raise ValueError(f"sparse tensors can be summed alone, not by {operation!r}")
         own = t.coalesce()
-        counts = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in self._ranks]
         self.allgather([counts], [torch.tensor([own._nnz()])]).wait()
         indices = [own.indices().new_empty((own.sparse_dim(), int(n))) for n in counts]
         values = [own.values().new_empty((int(n), *own.shape[own.sparse_dim() :])) for n in counts]
         self.allgather([indices], [own.indices()]).wait()
         self.allgather([values], [own.values()]).wait()
-        total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), t.shape)
+        parts = torch.cat(indices, 1), torch.cat(values)
+        total = torch.sparse_coo_tensor(*parts, t.shape, check_invariants=True)
         with torch.no_grad():
             t.copy_(total.coalesce())
         return self._work([], [t])
@@ -347,13 +352,13 @@ class StarGroup(dist.ProcessGroup):
         awaited = self._expected(place, outputs)
         for rank, part in enumerate(parts):
             if rank != self.rank() and part.numel():
-                self._line.send(place, _bytes(part), self.ranks[rank])
+                self._line.send(place, _bytes(part), self._ranks[rank])
         return awaited
 
     def _expected(self, place: Place, outputs: Sequence[Tensor]) -> list[Awaited]:
         """Expects a message of each other site whose output is not empty."""
         wanted = {
-            self.ranks[rank]: into
+            self._ranks[rank]: into
             for rank, into in enumerate(outputs)
             if rank != self.rank() and into.numel()
         }
@@ -372,13 +377,13 @@ class StarGroup(dist.ProcessGroup):
         (t,) = tensors
         place = self._between(self.rank(), rank, tag, self._sent)
         if t.numel():
-            self._line.send(place, _bytes(t), self.ranks[rank])
+            self._line.send(place, _bytes(t), self._ranks[rank])
         return self._work([], tensors)
 
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> LineWork:
         """Receives a tensor of one site."""
         (t,) = tensors
-        place, site = self._between(rank, self.rank(), tag, self._received), self.ranks[rank]
+        place, site = self._between(rank, self.rank(), tag, self._received), self._ranks[rank]
         if not t.numel():
             return self._work([], tensors, rank)
         arrival = self._line.expect(place, {site: t.nbytes})
@@ -394,9 +399,9 @@ class StarGroup(dist.ProcessGroup):
         def has_come() -> int | None:
             for rank, key in numbers.items():
                 number = _number(*key, self._received[rank, tag] + 1)
-                if self._line.has_come(self._lane, number, self.ranks[rank]):
+                if self._line.has_come(self._lane, number, self._ranks[rank]):
                     return rank
-            if {self.ranks[rank] for rank in others} <= self._line.gone.keys():
+            if {self._ranks[rank] for rank in others} <= self._line.gone.keys():
                 raise ExchangeError("all other sites are gone", kind=Failure.CLOSED)
             return None
 

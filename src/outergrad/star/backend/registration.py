@@ -70,7 +70,7 @@ def _meeting(
     for told, is_so, what in ((rank, line.rank, "rank"), (world_size, len(line.names), "size")):
         if told not in (-1, is_so):
             raise ValueError(f"{address}: the hub says {what} {is_so}, not {told}: pass none")
-    store = HubStore(line, limit, held)
+    store = HubStore(held, limit)
     _Begun.count, _Begun.store = _Begun.count + 1, weakref.ref(store)
     yield dist.PrefixStore(f"group {_Begun.count}", store), line.rank, len(line.names)
     raise RuntimeError("a site that is lost cannot begin again under the same address")
@@ -81,8 +81,8 @@ def _group(options: Any, _: Any) -> StarGroup:
     store = _Begun.store and _Begun.store()  # PyTorch loses the Python half of the one it passes
     if store is None:
         raise ValueError(f"{NAME}: pass init_method='{SCHEME}:///path/of/the/site.kit'")
-    ranks = list(options.global_ranks_in_group) or list(range(len(store.line.names)))
+    ranks = list(options.global_ranks_in_group) or list(range(len(store.held.line.names)))
     name = f"{_Begun.count}/{options.group_id}"
-    group = StarGroup(store.line, name, ranks, options.store, options.timeout, store)
+    group = StarGroup(store.held, name, ranks, options.timeout, store, options.store)
     group.setGroupName(options.group_id)
     return group

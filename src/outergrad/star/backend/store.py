@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
 from outergrad.star.frames import Kind
-from outergrad.star.line import Line
+from outergrad.star.transport import Held
 from outergrad.star.values import MOST_VALUE, Ask, packed, unpacked
 
 _ANSWERS_S = 5.0
@@ -20,18 +19,16 @@ class HubStore(dist.Store):
     """Values by key at the hub, for all sites of a run, as PyTorch's stores have them.
 
     Args:
-        line: of this process.
+        held: this process's hold of the line.
         timeout: of questions that wait for a key.
-        held: object that keeps the line alive.
 
     Attributes:
-        line: of this process.
-        held: object that keeps the line alive.
+        held: this process's hold of the line.
     """
 
-    def __init__(self, line: Line, timeout: timedelta, held: Any = None) -> None:
+    def __init__(self, held: Held, timeout: timedelta) -> None:
         super().__init__()
-        self.line, self.held, self._timeout = line, held, timeout
+        self.held, self._line, self._timeout = held, held.line, timeout
 
     @property
     def timeout(self) -> timedelta:
@@ -44,7 +41,7 @@ class HubStore(dist.Store):
 
     def clone(self) -> HubStore:
         """Returns a store of its own on the same line, whose time limit may differ."""
-        return HubStore(self.line, self._timeout, self.held)
+        return HubStore(self.held, self._timeout)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Writes a value."""
@@ -112,7 +109,7 @@ class HubStore(dist.Store):
     def _values(self, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
         wait_ms = int(timeout.total_seconds() * 1000)
         limit_s = wait_ms / 1000
-        answer = self.line.ask(Kind.STORE, _question(Ask.GET, str(wait_ms), *keys), limit_s)
+        answer = self._line.ask(Kind.STORE, _question(Ask.GET, str(wait_ms), *keys), limit_s)
         if answer is None:
             raise dist.DistStoreError(self._why(f"no site set {', '.join(keys)}", limit_s))
         return unpacked(answer)
@@ -122,13 +119,13 @@ class HubStore(dist.Store):
         if len(question) > MOST_VALUE:
             told = f"{len(question)} bytes for the store of the hub, which takes {MOST_VALUE}"
             raise ValueError(f"{told}: send them by a collective instead")
-        answer = self.line.ask(Kind.STORE, question, _ANSWERS_S)
+        answer = self._line.ask(Kind.STORE, question, _ANSWERS_S)
         if answer is None:
             raise dist.DistStoreError(self._why("the hub does not answer", _ANSWERS_S))
         return answer
 
     def _why(self, otherwise: str, limit_s: float) -> str:
-        failure = self.line.failure
+        failure = self._line.failure
         return str(failure) if failure is not None else f"{otherwise} within {limit_s:g} s"
 
 

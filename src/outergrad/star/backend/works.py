@@ -92,12 +92,12 @@ class LineWork(Work):
         with self._lock:
             if self._is_done:
                 return
+            limit_s = patience_s or self._patience_s
             try:
                 for one in self._awaited:
-                    about = (one.place, one.arrival, patience_s or self._patience_s, one.since)
-                    one.then(self._line.wait(*about))
+                    one.then(self._line.wait(one.place, one.arrival, limit_s, one.since))
             except Exception as error:
-                self._error = error
+                self._error = _in_words(error, self._line, limit_s)
             self._is_done, self._awaited = True, []
             if self._future is not None:
                 _set(self._future, self._results, self._error)
@@ -149,6 +149,15 @@ class LineWork(Work):
             return self._future
 
 
+def _in_words(error: Exception, line: Line, limit_s: float) -> Exception:
+    """Returns an error with the names of the sites in it, where it tells of a timeout alone."""
+    if not isinstance(error, ExchangeError) or error.kind != Failure.TIMEOUT:
+        return error
+    late = ", ".join(map(line.named, error.sites)) or "any other site"
+    told = f"nothing came from {late} within the timeout of {limit_s:g} s"
+    return ExchangeError(told, error.sites, kind=error.kind)
+
+
 def _set(future: torch.futures.Future[Any], results: list[Tensor], error: Exception | None) -> None:
     if error is None:
         future.set_result(results)
@@ -182,10 +191,11 @@ class FirstOf(LineWork):
         with self._lock:
             if self._is_done:
                 return
+            limit_s = patience_s or self._patience_s
             try:
-                self._take_first(patience_s or self._patience_s)
+                self._take_first(limit_s)
             except Exception as error:
-                self._error = error
+                self._error = _in_words(error, self._line, limit_s)
             self._is_done = True
             if self._future is not None:
                 _set(self._future, self._results, self._error)
