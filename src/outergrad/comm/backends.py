@@ -6,7 +6,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 _LACKS = (RuntimeError, AttributeError, NotImplementedError)
 """Errors of a group that lacks something, also of one that is partly written in Python."""
@@ -66,10 +66,20 @@ def ends_with(rank: int, store: Store) -> bool:
     return _is_first(rank) and ends_with_a_site(store)
 
 
-def ends_with_a_site(store: Store) -> bool:
-    """True if a store may end with a site: unlike a file, or a store of torchrun's agent."""
+def is_torchs_own(store: Store) -> bool:
+    """True if a store is written in C++: the clone of one in Python would lose its Python half."""
+    return isinstance(_root(store), TCPStore | FileStore | HashStore)
+
+
+def _root(store: Store) -> Store:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
+    return store
+
+
+def ends_with_a_site(store: Store) -> bool:
+    """True if a store may end with a site: unlike a file, or a store of torchrun's agent."""
+    store = _root(store)
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     return isinstance(store, TCPStore) and not is_agents
 

@@ -8,6 +8,7 @@ from concurrent.futures import Future, wait
 from copy import copy
 from typing import Any, TypeVar
 
+from outergrad.comm.backends import is_torchs_own
 from outergrad.comm.failure_mailbox import AT_END, AT_EXIT
 from outergrad.core.errors import BoardGoneError
 from outergrad.core.transport import Board
@@ -130,7 +131,7 @@ class _Connection:
         """The clone, which connects at its first use; the given store if it has none."""
         if self._own is None:
             try:
-                self._own = self._given.clone()
+                self._own = self._given.clone() if is_torchs_own(self._given) else self._given
             except (RuntimeError, AttributeError):
                 self._own = self._given
         return self._own

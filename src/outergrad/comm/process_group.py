@@ -33,8 +33,8 @@ class TorchDistributed(Transport):
             RuntimeError: there is no process group.
         """
         group = _default() if group is None else group
-        own = getattr(group, "transport", None)
-        if isinstance(own, Transport):
+        own: Transport | None = getattr(group, "transport", None)
+        if own is not None:
             return own.open(device, timeout=timeout)
         return TorchComm(group, device, timeout)
 

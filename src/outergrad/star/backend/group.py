@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.distributed import ReduceOp
 
 from outergrad.core.errors import ExchangeError, Failure
@@ -35,11 +36,21 @@ _OPERATIONS = {
 _OF_BOOL = {"sum": "max", "product": "min"}
 """Operations of True and False in place of those of the numbers 1 and 0."""
 _OF_COMPLEX = frozenset({"sum", "mean"})
+_KEPT_WORKS, _FEW_BYTES = 1 << 10, 1 << 10
 _LARGE_BYTES = 1 << 26
 """Bytes of a message from which on its sender waits until all others are there as well. A site
 keeps what comes early, and memory has an end."""
 
 
+def _not_compiled(made: type) -> type:
+    """Keeps torch.compile out of the collectives of a group, which it cannot follow."""
+    for name, call in vars(made).items():
+        if callable(call) and not name.startswith("__"):
+            setattr(made, name, _disable_dynamo(call))
+    return made
+
+
+@_not_compiled
 class StarGroup(dist.ProcessGroup):
     """Collectives among sites around a hub.
 
@@ -84,6 +95,9 @@ class StarGroup(dist.ProcessGroup):
         self._lane = line.open_group(name, sorted(ranks), self._patience_s)
         self._sent, self._received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         self._coalesced: list[LineWork] | None = None
+        self._alive = deque[LineWork](maxlen=_KEPT_WORKS)
+        """The last works of few bytes: where C++ alone holds one, PyTorch would lose its Python
+        half, and wait for ever. DDP does so with the number of sites that have inputs left."""
         self._sequence = 0
 
     # -- what PyTorch asks a group --------------------------------------------------------------
@@ -154,57 +168,44 @@ class StarGroup(dist.ProcessGroup):
         if tensors and tensors[0].is_sparse:
             return self._sparse_sum(tensors[0], _operation(opts))
         operation = _operation(opts)
-        return self._work([one for t in tensors for one in self._reduced(t, t, operation)], tensors)
+        awaited = [one for t in tensors for one in self._reduced(t, t, operation)]
+        return self._work(awaited, tensors, opts)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> LineWork:
         """Writes the sum of tensors on one site, `rootRank`, or what another operation makes."""
         about = _operation(opts), opts.rootRank
-        return self._work([one for t in tensors for one in self._reduced(t, t, *about)], tensors)
+        awaited = [one for t in tensors for one in self._reduced(t, t, *about)]
+        return self._work(awaited, tensors, opts)
 
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> LineWork:
         """Sums the r-th tensors of all sites on the r-th site."""
-        pairs = zip(outputs, inputs, strict=True)
-        return self._work(
-            [one for into, parts in pairs for one in self._scattered_sum(into, parts, opts)],
-            outputs,
-        )
-
-    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> LineWork:
-        """Sums the r-th parts of the tensors of all sites on the r-th site."""
-        return self._work(self._scattered_sum(output, self._parts(whole), opts), [output])
+        operation, awaited = _operation(opts or ReduceOp.SUM), []
+        for into, parts in zip(outputs, inputs, strict=True):
+            for root, part in enumerate(parts):
+                awaited += self._reduced(part, into, operation, root)
+        return self._work(awaited, outputs, opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], wholes: Sequence[Tensor], opts: Any = None
     ) -> LineWork:
         """Sums the r-th parts of several tensors on the r-th site."""
-        pairs = zip(outputs, wholes, strict=True)
-        return self._work(
-            [
-                a
-                for into, whole in pairs
-                for a in self._scattered_sum(into, self._parts(whole), opts)
-            ],
-            outputs,
-        )
+        return self.reduce_scatter(outputs, [self._parts(whole) for whole in wholes], opts)
+
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> LineWork:
+        """Sums the r-th parts of the tensors of all sites on the r-th site."""
+        return self.reduce_scatter([output], [self._parts(whole)], opts)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def barrier(self, opts: Any = None) -> LineWork:
         """Waits for all sites."""
-        return self.allreduce([torch.zeros(1, dtype=torch.uint8)])
-
-    def _scattered_sum(self, output: Tensor, parts: Sequence[Tensor], opts: Any) -> list[Awaited]:
-        operation = _operation(opts or ReduceOp.SUM)
-        return [
-            one
-            for root, part in enumerate(parts)
-            for one in self._reduced(part, output, operation, root)
-        ]
+        token = torch.zeros(1, dtype=torch.uint8)
+        return self._work(self._reduced(token, token, "max"), [token], opts)
 
     def _reduced(
         self, t: Tensor, into: Tensor, operation: str, root: int | None = None
@@ -245,7 +246,7 @@ class StarGroup(dist.ProcessGroup):
         """Overwrites tensors with those of one site."""
         root = 0 if opts is None else opts.rootRank
         awaited = [one for t in tensors for one in self._from_root(t, root)]
-        return self._work(awaited, tensors)
+        return self._work(awaited, tensors, opts)
 
     def _from_root(self, t: Tensor, root: int) -> list[Awaited]:
         return self._gathered(self._only(root, t), t if self.rank() == root else t.new_empty(0))
@@ -256,7 +257,7 @@ class StarGroup(dist.ProcessGroup):
         """Gathers tensors of all sites on all sites."""
         pairs = zip(outputs, inputs, strict=True)
         awaited = [one for into, t in pairs for one in self._gathered(into, t)]
-        return self._work(awaited, [t for into in outputs for t in into])
+        return self._work(awaited, [t for into in outputs for t in into], opts)
 
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
@@ -264,16 +265,18 @@ class StarGroup(dist.ProcessGroup):
         """Gathers lists of tensors: `outputs` has a list for each site."""
         return self.allgather(list(zip(*outputs, strict=True)), inputs)
 
-    def all_gather_single(self, output: Tensor, t: Tensor, opts: Any = None) -> LineWork:
-        """Gathers tensors of all sites, one behind the other in the output."""
-        return self._work(self._gathered(self._parts(output), t), [output])
-
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> LineWork:
-        """Gathers several tensors, each into an output of its own."""
-        pairs = zip(outputs, inputs, strict=True)
-        return self._work([a for o, t in pairs for a in self._gathered(self._parts(o), t)], outputs)
+        """Gathers several tensors of all sites, each one behind the other in its output."""
+        awaited = []
+        for output, t in zip(outputs, inputs, strict=True):
+            awaited += self._gathered(self._parts(output), t)
+        return self._work(awaited, outputs, opts)
+
+    def all_gather_single(self, output: Tensor, t: Tensor, opts: Any = None) -> LineWork:
+        """Gathers tensors of all sites, one behind the other in the output."""
+        return self.all_gather_single_coalesced([output], [t], opts)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -299,7 +302,7 @@ class StarGroup(dist.ProcessGroup):
             self._meet(t.nbytes * self.size())
             into = outputs[k] if outputs else [t.new_empty(0)] * self.size()
             awaited += self._exchanged(into, self._only(root, t))
-        return self._work(awaited, [t for into in outputs for t in into])
+        return self._work(awaited, [t for into in outputs for t in into], opts)
 
     def scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
@@ -310,7 +313,7 @@ class StarGroup(dist.ProcessGroup):
             self._meet(t.nbytes * self.size())
             parts = inputs[k] if inputs else [t.new_empty(0)] * self.size()
             awaited += self._exchanged(self._only(root, t), parts)
-        return self._work(awaited, outputs)
+        return self._work(awaited, outputs, opts)
 
     def _only(self, root: int, t: Tensor) -> list[Tensor]:
         """Returns a tensor for one site, and empty ones for the others."""
@@ -325,7 +328,7 @@ class StarGroup(dist.ProcessGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> LineWork:
         """Sends each site a tensor of its own."""
-        return self._work(self._exchanged(outputs, inputs), outputs)
+        return self._work(self._exchanged(outputs, inputs), outputs, opts)
 
     def all_to_all_single(
         self,
@@ -337,7 +340,8 @@ class StarGroup(dist.ProcessGroup):
     ) -> LineWork:
         """Sends each site a part of a tensor; sizes are of rows, equal ones if none are given."""
         into = self._parts(output, output_sizes)
-        return self._work(self._exchanged(into, self._parts(whole, input_sizes)), [output])
+        parts = self._parts(whole, input_sizes)
+        return self._work(self._exchanged(into, parts), [output], opts)
 
     alltoall_base = all_to_all_single
 
@@ -385,10 +389,10 @@ class StarGroup(dist.ProcessGroup):
         (t,) = tensors
         place, site = self._between(rank, self.rank(), tag, self._received), self._ranks[rank]
         if not t.numel():
-            return self._work([], tensors, rank)
+            return self._work([], tensors, source=rank)
         arrival = self._line.expect(place, {site: t.nbytes})
         return self._work(
-            [Awaited(place, arrival, lambda rooms: _write(rooms[site], t))], tensors, rank
+            [Awaited(place, arrival, lambda rooms: _write(rooms[site], t))], tensors, source=rank
         )
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> LineWork:
@@ -427,16 +431,25 @@ class StarGroup(dist.ProcessGroup):
         return list(whole.chunk(self.size())) if whole.numel() else [whole] * self.size()
 
     def _work(
-        self, awaited: Sequence[Awaited], results: Sequence[Tensor], source: int = -1
+        self,
+        awaited: Sequence[Awaited],
+        results: Sequence[Tensor],
+        opts: Any = None,
+        source: int = -1,
     ) -> LineWork:
-        work = LineWork(self._line, awaited, *self._like(results), source)
+        work = LineWork(self._line, awaited, *self._like(results, opts), source)
         self._sequence += 1
+        if sum(t.nbytes for t in results) <= _FEW_BYTES:
+            self._alive.append(work)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
-    def _like(self, results: Sequence[Tensor]) -> tuple[Sequence[Tensor], float, Finisher]:
-        return results, self._patience_s, self._finisher
+    def _like(
+        self, results: Sequence[Tensor], opts: Any = None
+    ) -> tuple[Sequence[Tensor], float, Finisher]:
+        own_s = getattr(opts, "timeout", timedelta(0)).total_seconds()
+        return results, own_s if own_s > 0 else self._patience_s, self._finisher
 
 
 def _number(source: int, target: int, tag: int, count: int) -> int:
