@@ -150,11 +150,14 @@ class LineWork(Work):
 
 
 def _in_words(error: Exception, line: Line, limit_s: float) -> Exception:
-    """Returns an error with the names of the sites in it, where it tells of a timeout alone."""
+    """Returns an error with the names of the sites in it, where it tells of a timeout alone.
+
+    Scripts look for gloo's words in it.
+    """
     if not isinstance(error, ExchangeError) or error.kind != Failure.TIMEOUT:
         return error
     late = ", ".join(map(line.named, error.sites)) or "any other site"
-    told = f"nothing came from {late} within the timeout of {limit_s:g} s"
+    told = f"nothing came from {late}: Timed out waiting {limit_s * 1000:.0f}ms"
     return ExchangeError(told, error.sites, kind=error.kind)
 
 

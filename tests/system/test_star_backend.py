@@ -1,0 +1,214 @@
+"""What others wrote trains over the star as over gloo: only the name and the address differ."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("grpc", reason="a hub needs grpcio")
+
+import outergrad as og
+from outergrad.launch.processes import run_processes
+from stars import NAMES, hub, kit_of
+
+SITES, STEPS = 2, 4
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(7)
+    layers = torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Tanh()
+    return torch.nn.Sequential(*layers, torch.nn.Linear(16, 3))
+
+
+def losses_of(model: torch.nn.Module, wait: Callable[[], Any] | None = None) -> list[float]:
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 6, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def ddp(_: Path) -> list[float]:
+    return losses_of(torch.nn.parallel.DistributedDataParallel(network()))
+
+
+def ddp_with_a_hook(_: Path) -> list[float]:
+    """PowerSGD, whose later sums begin where earlier futures end."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    model = torch.nn.parallel.DistributedDataParallel(network())
+    state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=0.5)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return losses_of(model)
+
+
+def fully_shard(_: Path) -> list[float]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    torch.manual_seed(7)
+    mesh = init_device_mesh("cpu", (SITES,))
+    for one in (model[0], model):
+        fully_shard(one, mesh=mesh)
+    return losses_of(model)
+
+
+def replicas_of_shards(_: Path) -> list[float]:
+    """HSDP: replicated between sites, sharded within."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    mesh = init_device_mesh("cpu", (SITES, 1), mesh_dim_names=("sites", "local"))
+    fully_shard(model, mesh=mesh)
+    return losses_of(model)
+
+
+def checkpoint(folder: Path) -> list[float]:
+    """`torch.distributed.checkpoint` saves shards of all sites, and loads them into new ones."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (SITES,))
+    whole = torch.arange(12.0).view(6, 2)
+    place = str(folder / "saved")
+    dcp.save({"t": distribute_tensor(whole, mesh, [Shard(0)])}, checkpoint_id=place)
+    into = {"t": distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)])}
+    dcp.load(into, checkpoint_id=place)
+    return into["t"].full_tensor().flatten().tolist()
+
+
+def uneven_inputs(_: Path) -> list[float]:
+    """DDP's `join`: one site has more batches than the other."""
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 3))
+    for divided in (True, False):
+        with model.join(divide_by_initial_world_size=divided):
+            for _ in range(2 + dist.get_rank()):
+                model(torch.ones(2, 6)).sum().backward()
+    assert model.module.weight.grad is not None
+    return model.module.weight.grad.flatten().tolist()
+
+
+def hugging_face(folder: Path) -> list[float]:
+    transformers = pytest.importorskip("transformers")
+
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 16}
+    torch.manual_seed(7)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape))
+    rows = [
+        {"input_ids": torch.arange(k, k + 8), "labels": torch.arange(k, k + 8)} for k in range(16)
+    ]
+    given = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
+    args = transformers.TrainingArguments(
+        str(folder / "trainer"), max_steps=STEPS, logging_steps=1, **given
+    )
+    trainer = transformers.Trainer(model, args, train_dataset=rows)
+    trainer.train()
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+def lightning(_: Path) -> list[float]:
+    pl = pytest.importorskip("lightning.pytorch")
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.losses = network(), []
+
+        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+            loss = self.net(batch).square().mean()
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(4 * STEPS, 6, generator=generator)
+    quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    about = {"accelerator": "cpu", "devices": SITES, "strategy": "ddp", "max_epochs": 1}
+    trainer = pl.Trainer(**about, **dict.fromkeys(quiet, False))
+    module = Module()
+    trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2))
+    return module.losses
+
+
+def methods(_: Path) -> list[float]:
+    """Sessions of the library, over all sites and over a group of them."""
+    found = []
+    some = dist.new_group(list(range(SITES)))
+    for method in (og.Dense(), og.DAD(), og.RankDAD(rank=2), og.LocalSteps(2)):
+        for group in (None, some):
+            model = copy.deepcopy(network())
+            session = og.distribute(model, method, group=group)
+            found += losses_of(model)
+            session.detach()
+    return found
+
+
+TASKS = {
+    task.__name__: task
+    for task in (
+        *(ddp, ddp_with_a_hook, fully_shard, replicas_of_shards, checkpoint, uneven_inputs),
+        *(hugging_face, lightning, methods),
+    )
+}
+
+
+def member(folder: Path, port: int, rank: int) -> dict[str, dict[str, list[float]]]:
+    """What all tasks find over gloo, and then over the star, in one process."""
+    import outergrad.star.backend as star
+
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": SITES, "LOCAL_WORLD_SIZE": SITES}
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", HF_HUB_OFFLINE="1")
+    torch.set_num_threads(1)
+    address = f"star://{folder / f'{NAMES[rank]}.kit'}?hub=127.0.0.1:{port}"
+    store = (folder / "store").as_uri()
+    groups = {
+        "gloo": {"init_method": store, "rank": rank, "world_size": SITES},
+        star.NAME: {"init_method": address},
+    }
+    found: dict[str, dict[str, list[float]]] = {}
+    for backend, about in groups.items():
+        dist.init_process_group(backend, **about)
+        place = folder / f"{backend}"
+        found[backend] = {name: task(place) for name, task in TASKS.items()}
+        dist.barrier()
+        dist.destroy_process_group()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("star")
+    with hub(SITES) as server:
+        for name in NAMES[:SITES]:
+            shutil.copy(kit_of(name), folder)
+        works = [partial(member, folder, server.port, rank) for rank in range(SITES)]
+        return run_processes(works, verbose=True)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_it_trains_over_the_star_as_over_gloo(found, task):
+    """The hub adds up in 64 bits, so that sums are rounded once, and gloo's are not."""
+    for site in found:
+        over_gloo, over_star = (site[backend][task] for backend in site)
+        assert over_star == pytest.approx(over_gloo, rel=2e-4, abs=1e-6)
+        assert len(over_star) >= STEPS
