@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import outergrad as og
-from low_rank import backward, batch, decaying, model
+from low_rank import backward, batch, decaying, gradients_around_a_void_step, model
 from outergrad.comm.cost import RingCost
 from outergrad.comm.mirror import MirrorComm
 from outergrad.comm.trace import Tracer
@@ -63,6 +63,15 @@ def test_gradients_are_those_of_whole_messages(in_pieces, sites, settings):
         layers = stats.layers.values()
         assert sum(layer.sent_bytes for layer in layers) <= stats.sent_bytes
         assert sum(layer.received_bytes for layer in layers) <= stats.received_bytes
+
+
+def test_a_discarded_step_has_no_pieces(in_pieces):
+    """All sites know from the first round that there are no further ones."""
+    in_pieces(always=True)
+    method = og.RankDAD(rank=2, reduce="two_way")
+    smooth, rough = (gradients_around_a_void_step(method, 3, void=void) for void in (False, True))
+    for name in ("0.weight", "3.weight"):
+        assert all(site[3][name].equal(smooth[0][3][name]) for site in rough)
 
 
 def one_layer() -> nn.Module:
