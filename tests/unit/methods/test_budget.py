@@ -193,6 +193,29 @@ def test_layers_are_shared_out_less_and_less_often():
         assert len(changed) >= 3
 
 
+def test_nothing_is_lost_once_few_directions_are_spare():
+    """From the 17th step on layers iterate on fewer directions; all they miss is still owed."""
+    steps, method = 20, METHODS["few bits"]
+
+    def body(rank, group):
+        session = og.distribute(model := copy.deepcopy(START), method, group=group)
+        applied = [step(model, rank, k % STEPS) for k in range(steps)]
+        ((compressor, _),) = session._exchange.compressors.items()
+        budget, memories = compressor._budget, compressor._memories
+        spare = [memories[m].q_GIR.shape[2] - budget.rows(m, rank) for m in budget._matrices]
+        return applied, owed(session, 2), spare, [budget.rows(m, rank) for m in budget._matrices]
+
+    results = run_on_lasting_groups(2, body)
+    for _, _, spare, rows in results:
+        assert all(s <= max(4, r // 4) for s, r in zip(spare, rows, strict=True))
+    reference = copy.deepcopy(START).double()
+    due = [step(reference, rank, k % STEPS) for rank in range(2) for k in range(steps)]
+    for name in due[0]:
+        whole = sum(gradients[name].double() for gradients in results[0][0])
+        whole = whole + sum(part[name] for _, part, _, _ in results)
+        assert relative_error(whole, sum(g[name] for g in due) / 2) < 1e-5, name
+
+
 def test_shares_follow_each_step_where_that_is_asked_for():
     """A division looks at the step before alone: its energies are those of that step."""
 

@@ -18,6 +18,8 @@ from outergrad.methods.low_rank.sharing import shared_out
 
 _AT_FIRST = 64
 """Triplets of a layer that a division looks at before it looks at more."""
+_GROWS = 16
+"""Steps in which layers may still get many more triplets than they have."""
 _SHARES = 64
 """Number of parts of the budget that are tried where layers have owners."""
 
@@ -71,6 +73,11 @@ class Budget:
         if prices.way == Route.TWO_WAY:
             self._first = self._common({p: sites * rows for p, rows in self._first.items()})
             self._owners = self._shares(self._first)
+
+    @property
+    def grows(self) -> bool:
+        """True in the first steps, in which layers that need more triplets still get them."""
+        return self._energies.steps < _GROWS
 
     def rows(self, slot: Slot, site: int) -> int:
         """Returns the number of triplets that a site, or the merging owner, sends in this step."""
