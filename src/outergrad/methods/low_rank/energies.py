@@ -54,7 +54,8 @@ class Energies:
         for place, sigma_GR in _read(noted).items():
             if np.isfinite(sigma_GR).all():
                 found = np.square(sigma_GR / self._unit_of(sigma_GR)).sum(axis=0)
-                self.means[place] = _mean(self.means.get(place, found[:0]), found, share)
+                before = self.means.get(place)
+                self.means[place] = found if before is None else _mean(before, found, share)
         return True
 
     def _unit_of(self, sigma_GR: np.ndarray) -> float:
