@@ -51,9 +51,9 @@ def test_all_at_once_gives_what_one_by_one_gives(seed, spare):
 def means_of(steps, *noted):
     energies = Energies(steps)
     for sigma in noted:
-        energies.note(("layer", 0), torch.tensor([sigma]))
+        energies.note(("layer", None), torch.tensor([sigma]))
         energies.commit(applied=True)
-    return energies.means[("layer", 0)].tolist()
+    return energies.means[("layer", None)].tolist()
 
 
 def test_energies_are_means_over_the_last_steps():
@@ -66,7 +66,7 @@ def test_energies_are_means_over_the_last_steps():
 
 def test_a_step_that_does_not_count_changes_no_energies():
     energies = Energies(4)
-    energies.note(("layer", 0), torch.ones(1, 2))
+    energies.note(("layer", None), torch.ones(1, 2))
     assert not energies.commit(applied=False)
     assert not energies.commit(applied=True)
     assert not energies.means
@@ -81,8 +81,8 @@ def test_values_that_are_not_finite_leave_the_means_as_they_are():
 
 def test_squares_of_extreme_values_stay_in_range():
     energies = Energies(4)
-    for place, sigma in {("first", 0): [1e200, 1e199], ("second", 0): [2e200, 1e150]}.items():
+    for place, sigma in {("first", None): [1e200, 1e199], ("second", None): [2e200, 1e150]}.items():
         energies.note(place, torch.tensor([sigma], dtype=torch.float64))
     assert energies.commit(applied=True)
-    assert energies.means[("first", 0)] == pytest.approx([1.0, 0.01])
-    assert energies.means[("second", 0)] == pytest.approx([4.0, 1e-100])
+    assert energies.means[("first", None)] == pytest.approx([1.0, 0.01])
+    assert energies.means[("second", None)] == pytest.approx([4.0, 1e-100])
