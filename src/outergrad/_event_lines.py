@@ -7,21 +7,9 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, get_args
 
-from outergrad.events import (
-    Change,
-    Disclosure,
-    End,
-    Evaluation,
-    Event,
-    Layer,
-    Mishap,
-    Run,
-    Scalars,
-    Step,
-    Trial,
-)
+from outergrad.events import Event
 
 Entry = dict[str, Any]
 """A parsed line: the fields of an event, and its kind under the key "event"."""
@@ -29,8 +17,7 @@ Check = Callable[[Any], bool]
 
 START = '{"event"'
 _RUN = b'{"event": "run"'
-_EVENTS = (Run, Layer, Step, Scalars, Evaluation, Disclosure, Mishap, Trial, Change, End)
-_KINDS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in _EVENTS}
+_KINDS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in get_args(Event)}
 
 
 def line_of(event: Event) -> dict[str, object]:

@@ -82,7 +82,7 @@ finally:
 """
 SAID = {
     "raise": "it ended with ValueError: no rows in [2J part 7 second line",
-    "interrupt": "it ended with KeyboardInterrupt",
+    "interrupt": "it ended with Ctrl-C",
     "exit": "its session had ended, after 4 steps",
 }
 

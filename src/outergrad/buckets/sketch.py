@@ -121,6 +121,8 @@ class _SketchPending(Pending):
         self._additions: dict[str, Tensor] = {}
         self._means: dict[str, Tensor] = {}
         self._first = _Sums(context.comm, [*self._begun(), self._exact()])
+        # Second sums of another size may have one round where the first have two, or two where
+        # these have one: then `advance` does nothing, or `wait` starts what is left.
         self.rounds = 2 + (self._first.rounds - 1) * bucket.sketches.rounds
         self._second: _Sums | None = None
         self._last: Sequence[Tensor] = ()

@@ -184,8 +184,12 @@ def look_away(looking: Looking) -> None:
 
 
 def held(optimizer: Optimizer) -> set[int]:
-    """Returns the ids of an optimizer's parameters."""
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+    """Returns the ids of an optimizer's parameters; none of one that is not made yet.
+
+    `held_by_any` finds those that another thread is just making, and those that could not be made.
+    """
+    groups = getattr(optimizer, "param_groups", ())
+    return {id(p) for group in groups for p in group["params"]}
 
 
 def held_by_any(names: Mapping[int, str]) -> set[str]:

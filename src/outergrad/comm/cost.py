@@ -48,15 +48,22 @@ class RingCost:
     sites: int
     added_bytes: float = ADDED_BYTES
 
-    def over(self, link: Link) -> RingCost:
+    def over(self, link: Link, summed_bytes: float = 0.0) -> RingCost:
         """Returns the costs over a link that was measured.
 
         A ring waits for the link 2 (S - 1) times, and again at each part of a long sum, where sites
         that add up themselves wait once (two sites) or twice. But it takes less CPU, and its parts
         keep the link busy. A slow link with a small delay makes no difference: both ways take the
-        same bytes.
+        same bytes. Among more than two sites a ring loses much beside a sum in pieces. So where all
+        sums of a step are too long together, all but the shortest go in a ring.
+
+        Args:
+            link: of the slowest site.
+            summed_bytes: most bytes that a step may sum.
         """
         far_bytes = self._far_bytes(link) if link.delay_s > _FAR_S else 0.0
+        if self.sites > 2 and summed_bytes > far_bytes:
+            far_bytes = 0.0
         return replace(self, added_bytes=max(ADDED_BYTES, far_bytes))
 
     def _far_bytes(self, link: Link) -> float:
@@ -91,7 +98,10 @@ class RingCost:
         return nbytes if way == Route.GATHER else 2 * nbytes / self.sites
 
     def delays(self, way: Route) -> int:
-        """Number of delays; low-rank sketches take two all-reduces, of up to two rounds each."""
+        """Number of delays; low-rank sketches take two all-reduces, of two rounds each.
+
+        Sums that are left to a ring (`over`) take more: 2 (S - 1) each, which is not counted.
+        """
         return {Route.GATHER: 1, Route.TWO_WAY: 2, Route.REDUCE: 4 * (self.sites > 1)}[way]
 
 

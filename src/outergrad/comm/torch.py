@@ -86,6 +86,8 @@ class TorchComm(Comm):
         self._as_sum = dist.AllreduceOptions()
         self._as_sum.asyncOp = True
         self._turn = 0
+        self._model_bytes = 0
+        """Bytes that were broadcast before the link was measured: what sites share of the model."""
         self._store: Store | None = None
         self._is_gloo = is_gloo(group)
         self._posted: dict[int, deque[_Receiving]] = {}
@@ -276,7 +278,7 @@ class TorchComm(Comm):
         Sites add up longer sums themselves where a ring would wait for the link.
         """
         self.pace.settle(link.bytes_per_s, timeout_s, len(self._others))
-        self.cost = cost = RingCost(self.world_size).over(link)
+        self.cost = cost = RingCost(self.world_size).over(link, self._model_bytes)
         self._added_bytes = cost.added_bytes if self._added_bytes else 0
 
     def all_began(self) -> None:
@@ -403,6 +405,7 @@ class TorchComm(Comm):
         """Overwrites t with rank 0's."""
         if self.world_size == 1:
             return
+        self._model_bytes += t.nbytes
         staged = t.to(self._wire).contiguous()
         with transport(self._only_other):
             work = dist.broadcast(staged, group=self.group, group_src=0, async_op=True)

@@ -10,7 +10,6 @@ from statistics import fmean
 
 from outergrad.events import (
     Change,
-    Disclosure,
     End,
     Evaluation,
     Event,
@@ -76,19 +75,20 @@ def figures(event: Event) -> dict[str, float]:
     Figures that were not measured, or have no meaning for the way in which a layer was sent, are
     left out.
     """
-    if isinstance(event, Scalars):
-        return dict(event.values)
-    if isinstance(event, Run | Change | Disclosure | End):
-        return {}
-    if isinstance(event, Evaluation):
-        return _of_evaluation(event)
-    if isinstance(event, Mishap):
-        return {f"mishap/{event.what}": 1.0}
-    if isinstance(event, Trial):
-        return {"trial/seconds": event.seconds, "trial/kept_seconds": event.kept_seconds}
-    if isinstance(event, Step):
-        return {f"step/{name}": v for name in STEP if (v := getattr(event, name)) is not None}
-    return _of_layer(event)
+    match event:
+        case Scalars():
+            return dict(event.values)
+        case Evaluation():
+            return _of_evaluation(event)
+        case Mishap():
+            return {f"mishap/{event.what}": 1.0}
+        case Trial():
+            return {"trial/seconds": event.seconds, "trial/kept_seconds": event.kept_seconds}
+        case Step():
+            return {f"step/{name}": v for name in STEP if (v := getattr(event, name)) is not None}
+        case Layer():
+            return _of_layer(event)
+    return {}  # events about the run itself have no numbers
 
 
 def _of_evaluation(event: Evaluation) -> dict[str, float]:

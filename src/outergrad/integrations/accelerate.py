@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from outergrad._packages import how_to_install
 from outergrad._whole_files import load_plain, save_whole
+from outergrad.core.packages import how_to_install
 from outergrad.core.protocols import Method, Policy, Rules
 from outergrad.core.types import StateDict
 from outergrad.integrations._sites import SiteReader, resume, site_state

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from outergrad._packages import how_to_install
+from outergrad.core.packages import how_to_install
 from outergrad.core.protocols import Method, Policy
 from outergrad.methods.local_steps import LocalSteps
 from outergrad.session.ddp import DistributedDataParallel

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from outergrad._packages import how_to_install
 from outergrad._whole_files import told_of_pickle
+from outergrad.core.packages import how_to_install
 from outergrad.core.protocols import Method, Policy, Rules
 from outergrad.core.types import StateDict
 from outergrad.integrations._sites import SiteReader, agree_on, resume, site_state

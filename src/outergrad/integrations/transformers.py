@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from outergrad._packages import how_to_install
 from outergrad._whole_files import save_whole
+from outergrad.core.packages import how_to_install
 from outergrad.core.protocols import Method, Policy, Rule, Rules, TapFn
 from outergrad.core.types import Call, Factors, Slot
 from outergrad.integrations._sites import agree_on, resume, site_state

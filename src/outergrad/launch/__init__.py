@@ -1,5 +1,5 @@
 """Sites as processes or threads, supervised, behind shaped links."""
 
-from outergrad._packages import require
+from outergrad.core.packages import require
 
 require("psutil", "rich", "sklearn", "typer")

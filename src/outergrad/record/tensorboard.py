@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outergrad._packages import how_to_install
+from outergrad.core.packages import how_to_install
 from outergrad.core.run_figures import about, figures
 from outergrad.events import Change, Disclosure, End, Event, Layer, Mishap, Run, Trial
 from outergrad.record.recorders import checked

@@ -6,19 +6,7 @@ import math
 from typing import Any
 
 from outergrad.core.run_figures import GROUPS, about, figures
-from outergrad.events import (
-    Change,
-    Disclosure,
-    End,
-    Evaluation,
-    Event,
-    Layer,
-    Mishap,
-    Run,
-    Scalars,
-    Step,
-    Trial,
-)
+from outergrad.events import Change, Disclosure, End, Event, Layer, Run, Scalars, Step
 from outergrad.record.recorders import checked
 
 AXIS = "outergrad/step"
@@ -80,7 +68,7 @@ class WandB:
             self.run.define_metric(AXIS, hidden=True)
         self._define(*(f"{group}/*" for group in GROUPS))
 
-    def _log(self, event: Step | Scalars | Evaluation | Mishap | Trial) -> None:
+    def _log(self, event: Event) -> None:
         values = {AXIS: event.step, **figures(event)}
         if isinstance(event, Step):
             values = {**self._layers, **values}

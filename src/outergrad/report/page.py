@@ -13,9 +13,9 @@ from pathlib import Path
 from string import Template
 
 from outergrad._amounts import amount, many, plain, seconds, times
-from outergrad._packages import require
 from outergrad._version import __version__
 from outergrad._whole_files import write_whole
+from outergrad.core.packages import require
 from outergrad.report.recording import Recording, UnreadableRunError, load_thinned
 from outergrad.report.series import POINTS, series
 from outergrad.report.sites import site_names, site_section

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outergrad._event_lines import START, Entry, GrowingFile, parsed, read
-from outergrad._packages import require
+from outergrad.core.packages import require
 from outergrad.core.run_figures import first_again
 from outergrad.events import (
     Change,

@@ -177,11 +177,9 @@ def _numel(recording: Recording) -> dict[str, int]:
 
 
 def _named(names: Sequence[str], numel: Mapping[str, int]) -> str:
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    more = f" and {len(names) - _NAMES_SHOWN:,} more" if len(names) > _NAMES_SHOWN else ""
     numbers = sum(numel.get(name, 0) for name in names)
     count = f", {numbers:,} numbers" if numbers else ""
-    return f"{many(len(names), 'parameter')}{count} ({shown}{more})"
+    return f"{many(len(names), 'parameter')}{count} ({_shown(names)})"
 
 
 def _travelled(recording: Recording, names: Mapping[int, str]) -> Iterator[Fact]:

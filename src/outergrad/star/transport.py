@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from outergrad._packages import require
+from outergrad.core.packages import require
 
 if TYPE_CHECKING:
     from outergrad.star.line import Line

@@ -107,11 +107,12 @@ class Receiver:
         """Context in which this site waits."""
         return _Wait(self)
 
-    def start_second_rounds(self, sent: Sent) -> None:
+    def start_further_rounds(self, sent: Sent) -> None:
         """Starts the further rounds of messages that have some, each in the order of messages."""
-        most = max((pending.rounds for _, pending in sent), default=1)
-        for made in range(1, most):
-            self._start_round([one for one in sent if one[1].rounds > made])
+        started = 1
+        while sent := [one for one in sent if one[1].rounds > started]:
+            self._start_round(sent)
+            started += 1
 
     def _start_round(self, sent: Sent) -> None:
         for bucket, pending in sent:

@@ -465,7 +465,7 @@ class SharedStep:
             self._buffers.start()
         if receiver.views:
             self._prepare_views()
-        receiver.start_second_rounds(self._sent)
+        receiver.start_further_rounds(self._sent)
         last = receiver.receive(self._sent, ballot)
         deltas = _NO_MEAN_DELTAS if self._joint is None else self._joint.digest
         if self._buffers is not None:

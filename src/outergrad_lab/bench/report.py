@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from outergrad._packages import require
+from outergrad.core.packages import require
 from outergrad.launch.errors import CheckError, RecipeError
 from outergrad.launch.links import ShapedLink
 from outergrad_lab.bench.check import Check, check

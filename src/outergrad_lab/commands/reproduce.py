@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outergrad._packages import require
+from outergrad.core.packages import require
 from outergrad.launch.console import errors_in_one_line
 from outergrad.launch.errors import RecipeError
 from outergrad.tools.commands.options import DATA_DIR, DataDir

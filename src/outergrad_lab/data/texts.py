@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outergrad._packages import how_to_install
+from outergrad.core.packages import how_to_install
 from outergrad.launch.errors import RecipeError
 from outergrad_lab.data.cache import Arrays, cached, key_of
 from outergrad_lab.data.dataset import Dataset

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outergrad._packages import require
 from outergrad._whole_files import whole_file
+from outergrad.core.packages import require
 from outergrad_lab.axes import draw_line, readable
 from outergrad_lab.experiments.asked import Asked, ask, groups
 from outergrad_lab.experiments.frames import OF_METHOD, Result, finals, varied

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outergrad._packages import require
 from outergrad._whole_files import write_whole
+from outergrad.core.packages import require
 from outergrad.launch.errors import RecipeError
 from outergrad_lab.experiments.asked import chosen, groups, in_order, names
 from outergrad_lab.experiments.frames import (

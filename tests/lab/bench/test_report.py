@@ -35,7 +35,7 @@ def test_the_last_line_says_where_the_results_are(tmp_path, capsys):
 
 
 def test_without_the_extra_it_says_so_and_the_results_are_there(monkeypatch, tmp_path, capsys):
-    installed = "outergrad._packages.is_installed"
+    installed = "outergrad.core.packages.is_installed"
     monkeypatch.setattr(installed, lambda name: name == "pandas")
     tell(tmp_path / "a.json", timing("ddp"))
     last = capsys.readouterr().out.splitlines()[-1]

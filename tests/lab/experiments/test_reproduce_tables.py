@@ -138,7 +138,7 @@ def test_a_bar_in_a_cell_does_not_end_it(tmp_path):
 
 @pytest.mark.parametrize("write", [write_tables, write_figures])
 def test_what_to_install_is_told(tmp_path, monkeypatch, write):
-    monkeypatch.setattr("outergrad._packages.is_installed", lambda name: False)
+    monkeypatch.setattr("outergrad.core.packages.is_installed", lambda name: False)
     with pytest.raises(ImportError, match=r"pandas.* not found: pip install 'pandas>="):
         write([], [], tmp_path)
 

@@ -97,6 +97,15 @@ def test_more_sites_add_up_what_waits_in_a_ring_longer_than_its_bytes_would(site
             assert longest == ADDED_BYTES or idle_s == pytest.approx(saved_s, rel=1e-3)
 
 
+def test_more_sites_leave_a_long_model_to_a_ring_as_a_whole():
+    """A ring loses much beside sums in pieces; two sites send whole sums, in any order."""
+    far = Link(delay_s=0.02, bytes_per_s=1e7)
+    longest = RingCost(4).over(far).added_bytes
+    assert RingCost(4).over(far, longest).added_bytes == longest > 2_000_000
+    assert RingCost(4).over(far, longest + 1).added_bytes == ADDED_BYTES
+    assert RingCost(2).over(far, 1e12) == RingCost(2).over(far)
+
+
 @pytest.mark.parametrize("sites", [2, 3, 4, 9])
 def test_sketches_wait_for_their_rounds_however_many_sites_there_are(sites):
     """For two of each sum in a group; a hub adds up in one."""

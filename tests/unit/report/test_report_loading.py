@@ -255,7 +255,7 @@ def test_nothing_to_show_is_an_error_that_names_the_run(tmp_path, make, said):
 
 
 def test_without_pandas_load_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr("outergrad._packages.is_installed", lambda name: False)
+    monkeypatch.setattr("outergrad.core.packages.is_installed", lambda name: False)
     with pytest.raises(ImportError, match=r"pandas not found: pip install 'pandas>=2.2'"):
         og.report.load(tmp_path)
 

@@ -269,7 +269,7 @@ def test_a_page_that_does_not_fit_leaves_the_one_before(tmp_path):
 
 
 def test_without_the_packages_one_line_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr("outergrad._packages.is_installed", lambda name: False)
+    monkeypatch.setattr("outergrad.core.packages.is_installed", lambda name: False)
     result = report(write_run(tmp_path / "a"))
     assert result.exit_code == 2
     told = "pandas, plotly not found: pip install 'pandas>=2.2' 'plotly>=6.0'"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outergrad._packages import how_to_install
+from outergrad.core.packages import how_to_install
 
 try:
     import nvflare as _nvflare  # noqa: F401

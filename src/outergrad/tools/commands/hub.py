@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outergrad._packages import missing
 from outergrad._printable import printable
+from outergrad.core.packages import missing
 from outergrad.launch.console import errors_in_one_line, say
 from outergrad.launch.errors import CheckError, RecipeError
 from outergrad.launch.processes import exit_on_signals

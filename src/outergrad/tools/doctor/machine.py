@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from outergrad._amounts import amount, many
-from outergrad._packages import how_to_install, is_installed
+from outergrad.core.packages import how_to_install, is_installed
 from outergrad.launch.links import ShapedLink, what_is_missing
 from outergrad.launch.machine import cores, versions
 from outergrad.launch.traffic import Interfaces, interfaces

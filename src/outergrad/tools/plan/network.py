@@ -130,11 +130,12 @@ def step_seconds(trace: Trace, link: ShapedLink, network: Network) -> float:
     rtt_s = max(link.rtt_s, LEAST_RTT_S)
     waited_s, free_s = 0.0, 0.0
     there_s: list[float] = []
+    cost = _over(link, network.cost, trace)
     for event in trace.events:
         now_s = event.at_s + waited_s
         if isinstance(event, Started):
             transfer_s = _transfer_s(event, link, network)
-            waits = _waits(event, link, network)
+            waits = _waits(event, cost)
             free_s = max(free_s, now_s + min(waits - 0.5, 0.5) * rtt_s) + transfer_s
             alone_s = now_s + waits * rtt_s + transfer_s
             there_s.append(max(alone_s, free_s + rtt_s / 2))
@@ -143,21 +144,24 @@ def step_seconds(trace: Trace, link: ShapedLink, network: Network) -> float:
     return trace.compute_s + waited_s
 
 
-def _waits(message: Started, link: ShapedLink, network: Network) -> float:
+def _waits(message: Started, cost: CostModel) -> float:
     """Round trips of a message, besides the time that its bytes take."""
     is_sum = message.collective == Collective.ALL_REDUCE
-    straight = is_sum and adds_up(_over(link, network.cost), message.traffic.sent)
-    further = 0.5 if straight and network.cost.sites > 2 else 0.0  # the receives are posted ahead
+    straight = is_sum and adds_up(cost, message.traffic.sent)
+    further = 0.5 if straight and cost.sites > 2 else 0.0  # the receives are posted ahead
     if message.is_expected and (straight or not is_sum):
         return 0.5 + further
-    return 1.0 + further if straight else waits_of(network.cost, message.collective)
+    return 1.0 + further if straight else waits_of(cost, message.collective)
 
 
-def _over(link: ShapedLink, cost: CostModel) -> CostModel:
+def _over(link: ShapedLink, cost: CostModel, trace: Trace) -> CostModel:
     """Cost model with the link that sites measure at their start."""
     if not isinstance(cost, RingCost):
         return cost
-    return cost.over(Link(link.rtt_s / 2, (link.rate_bit_per_s or inf) / 8))
+    started = [event for event in trace.events if isinstance(event, Started)]
+    sums = [one for one in started if one.collective == Collective.ALL_REDUCE]
+    summed_bytes = sum(one.traffic.sent for one in sums)
+    return cost.over(Link(link.rtt_s / 2, (link.rate_bit_per_s or inf) / 8), summed_bytes)
 
 
 def _transfer_s(message: Started, link: ShapedLink, network: Network) -> float:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from outergrad._packages import REQUIREMENTS
+from outergrad.core.packages import REQUIREMENTS
 from outergrad.tools.doctor.findings import Level
 from outergrad.tools.doctor.machine import (
     EXTRAS,

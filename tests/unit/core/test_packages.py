@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from outergrad import _packages
-from outergrad._packages import REQUIREMENTS, how_to_install, missing, require
+from outergrad.core import packages
+from outergrad.core.packages import REQUIREMENTS, how_to_install, missing, require
 from places import REPOSITORY
 
 NO_INDEX = re.compile(r"pip install [^`\n]*\boutergrad\b(?!-)")
@@ -20,7 +20,7 @@ def test_requirements_are_those_of_the_extras():
 
 
 def test_what_is_missing_comes_with_the_command_for_it_alone(monkeypatch):
-    monkeypatch.setattr(_packages, "is_installed", lambda name: name == "grpc")
+    monkeypatch.setattr(packages, "is_installed", lambda name: name == "grpc")
     told = "cryptography not found: pip install 'cryptography>=42'"
     assert missing("grpc", "cryptography") == told
     assert missing("grpc") is None
