@@ -45,6 +45,16 @@ class TwoRounds(Work, Protocol):
         ...
 
 
+class _InOne:
+    """A work of one round where two are possible."""
+
+    def __init__(self, work: Work) -> None:
+        self.wait = work.wait
+
+    def advance(self) -> None:
+        """Does nothing: there is no second round."""
+
+
 class Notes(Protocol):
     """Store for the farewells of sites that leave in order.
 
@@ -214,9 +224,10 @@ class Comm(Protocol):
     def all_gather_in_pieces(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> TwoRounds:
         """Gathers as `all_gather` does, where `passes_on`: sites pass on pieces of all messages.
 
-        So one site may have much more to send than the others.
+        So one site may have much more to send than the others. Where they do not, messages go
+        directly.
         """
-        ...
+        return _InOne(self.all_gather(t, sizes, lane))
 
     def take_turn(self, turn: int) -> None:
         """Sets the turn that subsequent messages belong to; called at the same point on every site.
