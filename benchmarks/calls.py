@@ -1,6 +1,6 @@
 """How many functions of Python a backward calls, counted: a figure without noise.
 
-    python benchmarks/calls.py              # the deep MLP, by dense, dad and rank-dad-4
+    python benchmarks/calls.py              # the deep MLP, by each of METHODS
     python benchmarks/calls.py --by-name    # and which functions of outergrad these are
     python benchmarks/calls.py --lines      # and how many different lines of outergrad a step has
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,7 +26,16 @@ import outergrad as og
 from outergrad.launch.simulate import Stop, simulate
 from outergrad_lab.workloads import WORKLOADS
 
-METHODS = {"dense": og.Dense(), "dad": og.DAD(), "rank-dad-4": og.RankDAD(rank=4)}
+FEW_BITS = og.RankDAD(
+    budget=1 / 64, wire=og.wire.Int4(), vectors=og.wire.Int4(), error_feedback="auto"
+)
+METHODS = {
+    "dense": og.Dense(),
+    "dad": og.DAD(),
+    "rank-dad-4": og.RankDAD(rank=4),
+    "budget": FEW_BITS,
+    "budget, shared out in every step": replace(FEW_BITS, share_every=1),
+}
 WARMUP, COUNTED = 40, 20
 PACKAGE = Path(og.__file__).parent
 
@@ -114,7 +124,7 @@ def main() -> None:
         calls = counted(settings, args.workload, lines)
         whole, own = calls.total(), calls.total() - calls["others"]
         told = "" if lines is None else f", {len(lines):,} lines of outergrad in a step"
-        print(f"{method:11} {whole / COUNTED:8,.0f}, of outergrad {own / COUNTED:,.0f}{told}")
+        print(f"{method:32} {whole / COUNTED:8,.0f}, of outergrad {own / COUNTED:,.0f}{told}")
         for which, times in calls.most_common(30) if args.by_name else ():
             print(f"{times / COUNTED:8,.1f}  {which}")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from outergrad.buckets.bucket import Bucket, Pending, Result, StepContext
 from outergrad.core.cost import CostModel
 from outergrad.core.memory import holders
-from outergrad.core.transport import Sum, Work
+from outergrad.core.transport import TwoRounds, Work
 from outergrad.linalg.finite import is_finite
 from outergrad.messages.checksum import SummedRoom
 from outergrad.messages.wire import State
@@ -180,7 +180,7 @@ class DensePending(Pending):
 
     def advance(self) -> None:
         """Starts the second round of the all-reduce."""
-        cast("Sum", self._work).advance()
+        cast("TwoRounds", self._work).advance()
 
     def wait(self) -> Result:
         """Returns the means, and the worst state of all sites."""

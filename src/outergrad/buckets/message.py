@@ -222,23 +222,26 @@ class BookedLayout(Layout):
     ) -> None:
         super().__init__(start, extras, pieces)
         self._travels = travels
-        self._sent: dict[int, list[Booking]] = {}
+        self._sent: dict[float, list[Booking]] = {}
         self.received = [Booking(n, "dense", received=p.nbytes) for n, p in extras.items()]
         self.received += [Booking(*self._about(p), received=p.nbytes) for p in pieces]
 
-    def sent(self, receivers: int) -> list[Booking]:
-        """Bookings of a message sent `receivers` times; seconds are shared by matrix size."""
+    def sent(self, receivers: float) -> list[Booking]:
+        """Bookings of a message sent `receivers` times; seconds are shared by matrix size.
+
+        A part of a time stands for a part of the message.
+        """
         if receivers not in self._sent:
             self._sent[receivers] = list(self._bookings(receivers))
         return self._sent[receivers]
 
-    def _bookings(self, receivers: int) -> Iterator[Booking]:
+    def _bookings(self, receivers: float) -> Iterator[Booking]:
         for name, p in self.extras.items():
-            yield Booking(name, "dense", sent=p.nbytes * receivers, share=0.0)
+            yield Booking(name, "dense", sent=int(p.nbytes * receivers), share=0.0)
         sizes = [0 if _is_block(p) or not p.rows else p.slot.numel for p in self.pieces]
         whole = sum(sizes) or 1
         for piece, size in zip(self.pieces, sizes, strict=True):
-            rows, sent = 0 if _is_block(piece) else piece.rows, piece.nbytes * receivers
+            rows, sent = 0 if _is_block(piece) else piece.rows, int(piece.nbytes * receivers)
             yield Booking(*self._about(piece), sent=sent, rows=rows, share=size / whole)
 
     def _about(self, piece: Piece) -> tuple[str, str]:

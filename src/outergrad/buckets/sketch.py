@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from outergrad.buckets.bucket import Load, Pending, Result, StepContext, UnitBucket
 from outergrad.core.coding import sum_dtype
 from outergrad.core.compressor import Compressor
-from outergrad.core.transport import Comm, Sum, Work
+from outergrad.core.transport import Comm, TwoRounds, Work
 from outergrad.core.types import Factors, Gradient, Slot
 from outergrad.linalg.gradients import add_gradients, add_rows
 from outergrad.linalg.outer import row_sum
@@ -270,12 +270,12 @@ class _Sums:
     def __init__(self, comm: Comm, parts: Sequence[Tensor]) -> None:
         self._parts = parts
         self._works: dict[torch.dtype, Work] = {}
-        self._in_pieces: list[Sum] = []
+        self._in_pieces: list[TwoRounds] = []
         for dtype in dict.fromkeys(part.dtype for part in parts):
             flat = torch.cat([part.flatten() for part in parts if part.dtype == dtype])
             self._works[dtype] = work = comm.all_reduce(flat)
             if comm.sum_rounds(flat.nbytes) == 2:
-                self._in_pieces.append(cast("Sum", work))
+                self._in_pieces.append(cast("TwoRounds", work))
         self.rounds = 2 if self._in_pieces else 1
 
     def advance(self) -> None:

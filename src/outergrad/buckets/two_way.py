@@ -1,4 +1,4 @@
-"""Triplets sent to one owner that merges them, and merged triplets sent to all: two rounds."""
+"""Triplets sent to one owner that merges them, and merged triplets sent to all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outergrad.core.compressor import Compressor
 from outergrad.core.errors import ExchangeError, RefusedError
 from outergrad.core.payload import Arrived
 from outergrad.core.reasons import Why
-from outergrad.core.transport import Work
+from outergrad.core.transport import Comm, TwoRounds, Work
 from outergrad.core.types import Factors, Slot
 from outergrad.linalg.gradients import add_gradients
 from outergrad.messages.checksum import combined
@@ -35,6 +35,10 @@ class TwoWayBucket(RowBucket):
     four of two sketches. In the first round every site hears from every other, even if only its
     preamble. So all sites know alike whether there is a second round.
 
+    Where few owners merge for many sites, the second round goes in pieces: an owner sends each site
+    a piece of its message, and in a third round every site passes on the pieces that it has got.
+    The messages are the same, so the gradients are, too.
+
     Args:
         index: as of `RowBucket`.
         loads: as of `RowBucket`.
@@ -42,6 +46,7 @@ class TwoWayBucket(RowBucket):
         extras: as of `RowBucket`.
         owners: the site that sums each extra, and that merges each slot for which the merger names
             no owner.
+        in_pieces: whether merged messages go in pieces, on a transport that can do so.
     """
 
     def __init__(
@@ -51,10 +56,13 @@ class TwoWayBucket(RowBucket):
         compressor: Compressor,
         extras: Mapping[str, nn.Parameter],
         owners: Mapping[Slot | str, int],
+        *,
+        in_pieces: bool = False,
     ) -> None:
         super().__init__(index, loads, compressor, extras)
         assert compressor.merger is not None
         self.merger, self._owners = compressor.merger, owners
+        self._in_pieces = in_pieces
 
     @property
     def travels(self) -> str:
@@ -68,21 +76,28 @@ class TwoWayBucket(RowBucket):
 
     def lengths(self, context: StepContext) -> object:
         """Returns what determines the layouts, with the owners."""
-        return super().lengths(context), self.mergers(), self._owners
+        return super().lengths(context), self.mergers(), self._owners, self._in_pieces
 
     def expect(self, context: StepContext, turn: int) -> None:
-        """Posts the receives of both rounds."""
+        """Posts the receives of all rounds."""
         pieces_SK, sites = self.pieces(context), range(context.comm.world_size)
         owners_K = self.mergers()
         theirs = [self.owned(pieces_K, owners_K, context.comm.rank) for pieces_K in pieces_SK]
         context.comm.expect([layout.nbytes for layout in theirs], turn)
         merged_K = self.merged_pieces(pieces_SK)
         merged = [self.owned(merged_K, owners_K, owner).nbytes for owner in sites]
-        context.comm.expect(merged, turn, lane=_SECOND_LANE)
+        if self.in_pieces(context.comm):
+            context.comm.expect_in_pieces(merged, turn, lane=_SECOND_LANE)
+        else:
+            context.comm.expect(merged, turn, lane=_SECOND_LANE)
 
     def start(self, context: StepContext) -> Pending:
         """Computes and packs this site's triplets and starts to send them to their owners."""
         return _TwoWayPending(self, context)
+
+    def in_pieces(self, comm: Comm) -> bool:
+        """True if merged messages go in pieces; the same on every site."""
+        return self._in_pieces and comm.passes_on
 
     def mergers(self) -> list[int]:
         """Returns the owner of each slot (K) in this step."""
@@ -105,9 +120,7 @@ class TwoWayBucket(RowBucket):
 
 
 class _TwoWayPending(Pending):
-    """Computes both rounds' lengths before the first, whose `agree` changes the next step's."""
-
-    rounds = 2
+    """Computes all rounds' lengths before the first, whose `agree` changes the next step's."""
 
     def __init__(self, bucket: TwoWayBucket, context: StepContext) -> None:
         self._bucket, self._context = bucket, context
@@ -118,7 +131,10 @@ class _TwoWayPending(Pending):
         self._theirs = [bucket.owned(pieces_K, owners_K, self._rank) for pieces_K in pieces_SK]
         self._merged = [bucket.owned(merged_K, owners_K, owner) for owner in sites]
         self._state, self._has_autograd_grad, self._digest = State.GOOD, list[str](), 0
-        self._lacks = False
+        self._lacks, self._is_merged = False, False
+        self._in_pieces = bucket.in_pieces(context.comm)
+        self.rounds = 2 + self._in_pieces
+        self._pieces: TwoRounds | None = None
         self._first = self._send()
 
     # -- the first round ------------------------------------------------------------------------
@@ -139,9 +155,17 @@ class _TwoWayPending(Pending):
     def _empty(self, layout: Layout) -> Tensor:
         return torch.zeros(layout.nbytes, dtype=torch.uint8, device=self._context.comm.device)
 
-    # -- the second round -----------------------------------------------------------------------
+    # -- further rounds -------------------------------------------------------------------------
 
     def advance(self) -> None:
+        """Starts the second round, and then the third, if there is one."""
+        if self._pieces is not None:
+            self._pieces.advance()
+        elif not self._is_merged:
+            self._is_merged = True
+            self._start_second()
+
+    def _start_second(self) -> None:
         """Merges the slots that this site owns and starts to send them to all.
 
         Raises:
@@ -165,12 +189,26 @@ class _TwoWayPending(Pending):
         book_received(self._context, self._merged)
         self._expected = bucket.preamble(self._context, second=True)
         self._expected.write(merged)
-        sizes = [layout.nbytes for layout in self._merged]
-        work = self._context.comm.all_gather(merged, sizes, lane=_SECOND_LANE)
-        self.gathered = Gathered(work, merged)
+        self.gathered = Gathered(self._send_merged(merged), merged)
+
+    def _send_merged(self, merged: Tensor) -> Work:
+        comm, sizes = self._context.comm, [layout.nbytes for layout in self._merged]
+        if not self._in_pieces:
+            return comm.all_gather(merged, sizes, lane=_SECOND_LANE)
+        for layout in self._merged:  # of which this site passes on a piece to all others
+            self._context.layers.book(layout.sent(self._in_all_pieces))
+        self._pieces = comm.all_gather_in_pieces(merged, sizes, lane=_SECOND_LANE)
+        return self._pieces
+
+    @property
+    def _in_all_pieces(self) -> float:
+        """Part of a message that leaves this site in pieces: its own stays here."""
+        sites = self._context.comm.world_size
+        return (sites - 1) / sites
 
     def _merge(self, messages: Sequence[Tensor], merged: Tensor) -> None:
-        layout, others = self._merged[self._rank], self._context.comm.cost.copies
+        layout = self._merged[self._rank]
+        others = self._in_all_pieces if self._in_pieces else self._context.comm.cost.copies
         sums = sums_of_extras(self._theirs, messages)
         for name, view in layout.by_name(layout.flats(merged)).items():
             view.copy_(sums[name])

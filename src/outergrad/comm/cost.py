@@ -29,6 +29,9 @@ _IDLE_SHARE = 0.15
 _FAR_S = 2e-3
 """Delay, seconds, from which on a link counts as far: less may be a busy CPU."""
 
+_WORTH_BYTES = 1 << 17
+"""Bytes, fewer at the busiest site, that are worth one more delay: 10 ms at 100 Mbit/s."""
+
 
 @dataclass(frozen=True)
 class RingCost:
@@ -172,6 +175,23 @@ class BlindStarCost(StarCost):
 def adds_up(cost: CostModel, nbytes: int) -> bool:
     """True if sites of a process group add up a sum themselves: two in one round, more in two."""
     return isinstance(cost, RingCost) and cost.sites > 1 and 0 < nbytes <= cost.added_bytes
+
+
+def relays(cost: CostModel, largest: float, whole: float) -> bool:
+    """True if gathered messages go round in pieces, as the largest would cost its sender too much.
+
+    It would send S - 1 times `largest`. In pieces it sends it once, and all sites pass on what they
+    got, about once `whole`. That takes one more delay, so it must save half, and enough bytes.
+
+    Args:
+        cost: cost model of the transport. A hub gets every message once anyway.
+        largest: bytes of the largest message.
+        whole: bytes of the messages of all sites together.
+    """
+    if not isinstance(cost, RingCost):
+        return False
+    direct, passed_on = cost.copies * largest, largest + whole
+    return direct > 2 * passed_on and direct - passed_on > _WORTH_BYTES
 
 
 def cost_of(compressor: Compressor, sites: int) -> CostModel:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from outergrad.comm.cost import Collective, RingCost
+from outergrad.comm.relay import GatherInPieces, piece_lengths
 from outergrad.comm.trace import Tracer
-from outergrad.comm.work import SUMS_LANE, tag_of
+from outergrad.comm.work import RELAY_LANE, SUMS_LANE, tag_of
 from outergrad.core.cost import CostModel, Traffic
 from outergrad.core.transport import Board, Comm, Enough
 from outergrad.messages.wire import as_from
@@ -80,6 +81,7 @@ class MirrorComm(Comm):
         self.cost, self._tracer = cost or RingCost(sites), tracer
         if sites > 1 and isinstance(self.cost, RingCost):  # process groups have a store
             self.board = MirrorBoard()
+        self.passes_on = isinstance(self.cost, RingCost)
         self._turn, self._posted = 0, Counter[int]()
 
     def take_turn(self, turn: int) -> None:
@@ -95,6 +97,11 @@ class MirrorComm(Comm):
         """Counts receives that a process group would post ahead, which saves it a delay."""
         if isinstance(self.cost, RingCost):
             self._posted[tag_of(turn, lane)] += 1
+
+    def expect_in_pieces(self, sizes: Sequence[int], turn: int, lane: int = 0) -> None:
+        """Counts the receives of both rounds."""
+        for own in (lane, RELAY_LANE):
+            self.expect(sizes, turn, lane=own)
 
     def expect_sum(self, size: int, turn: int, dtype: torch.dtype) -> None:
         """Counts the receives of a sum that sites of a process group may post ahead."""
@@ -117,6 +124,25 @@ class MirrorComm(Comm):
             traffic = self.cost.all_gather(t.nbytes, nbytes - t.nbytes)
             total = self.cost.all_gather(nbytes, (self.world_size - 1) * nbytes)
             return self._exchanged(parts, Collective.ALL_GATHER, traffic, total, lane)
+
+    def all_gather_in_pieces(
+        self, t: Tensor, sizes: Sequence[int], lane: int = 0
+    ) -> GatherInPieces:
+        """Returns what `all_gather` would, after two rounds."""
+        others, (own, *theirs) = self.world_size - 1, piece_lengths(sizes)
+        passed_on = t.itemsize * (own + sum(theirs))
+        with self._tracer.away():
+            found = self._as_from_all(t, sizes)
+            traffic = self.cost.all_to_all(others * own * t.itemsize, sum(theirs) * t.itemsize)
+            total = self.cost.all_to_all(others * passed_on, others * passed_on)
+            first = self._exchanged(found, Collective.ALL_TO_ALL, traffic, total, lane)
+
+        def pass_on(messages: list[Tensor]) -> Mirrored:
+            traffic = self.cost.all_gather(passed_on, others * passed_on)
+            total = Traffic(*(self.world_size * nbytes for nbytes in traffic))
+            return self._exchanged(messages, Collective.ALL_GATHER, traffic, total, RELAY_LANE)
+
+        return GatherInPieces(first, pass_on)
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Mirrored:
         """Returns this site's own part as it would come from every site, with the rank of each."""

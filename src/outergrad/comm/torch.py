@@ -24,10 +24,12 @@ from outergrad.comm.pieces import (
     piece_size,
     ring_pieces,
 )
+from outergrad.comm.relay import GatherInPieces, joined, piece_lengths, pieces_of
 from outergrad.comm.work import (
     ADDED_LANE,
     AN_INSTANT,
     CLOSING_TAG,
+    RELAY_LANE,
     SUMS_LANE,
     Pace,
     Ready,
@@ -68,7 +70,7 @@ class TorchComm(Comm):
         timeout: of a wait in which nothing arrives; None for the group's own.
     """
 
-    host = USUAL_HOST
+    host, passes_on = USUAL_HOST, True
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None
@@ -181,6 +183,32 @@ class TorchComm(Comm):
         staged = self._staged(t)
         return self._exchanged([staged] * self.world_size, sizes, t.device, lane)
 
+    def all_gather_in_pieces(
+        self, t: Tensor, sizes: Sequence[int], lane: int = 0
+    ) -> GatherInPieces:
+        """Gathers tensors as `all_gather` does, but a site sends no more than all others together.
+
+        Args:
+            t: this site's tensor.
+            sizes: its length on each site.
+            lane: of the first round.
+        """
+        sites = self.world_size
+
+        def in_order(passed_on: list[Tensor]) -> list[Tensor]:
+            messages = joined(passed_on, sizes)
+            messages[self.rank] = t
+            return messages
+
+        def pass_on(pieces: list[Tensor]) -> TorchWork:
+            own = self._staged(torch.cat(pieces))
+            alike = [len(own)] * sites
+            return self._exchanged([own] * sites, alike, t.device, RELAY_LANE, in_order)
+
+        pieces = pieces_of(self._staged(t), sites)
+        first = self._exchanged(pieces, piece_lengths(sizes), t.device, lane)
+        return GatherInPieces(first, pass_on)
+
     def take_turn(self, turn: int) -> None:
         """Gives messages from now on the tags of a turn: gloo cannot cancel a receive.
 
@@ -216,6 +244,12 @@ class TorchComm(Comm):
             ]
             with if_open():  # the wait for the exchange raises if a site is gone
                 self._posted.setdefault(tag, deque()).append((parts, self._receives(parts, tag)))
+
+    def expect_in_pieces(self, sizes: Sequence[int], turn: int, lane: int = 0) -> None:
+        """Posts the receives of both rounds of an `all_gather_in_pieces` of bytes."""
+        lengths = piece_lengths(sizes)
+        self.expect(lengths, turn, lane=lane)
+        self.expect([sum(lengths)] * self.world_size, turn, lane=RELAY_LANE)
 
     def expect_sum(self, size: int, turn: int, dtype: torch.dtype) -> None:
         """Posts the receives of an `all_reduce` that sites add up themselves."""

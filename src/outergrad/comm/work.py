@@ -21,10 +21,12 @@ _TAG = 0x6F67
 """First tag without a turn, apart from the user's point-to-point messages on the same group."""
 CLOSING_TAG = _TAG - 1
 """Tag of a receive that is never answered (`TorchComm.close`)."""
-_FIRST_TURN_TAG, _LANES = 1 << 30, 8
+_FIRST_TURN_TAG, _LANES = 1 << 30, 9
 """First tag of messages with a turn; each turn has one tag per lane."""
 SUMS_LANE, ADDED_LANE = 6, 7
 """Lanes of what sites send each other to add up, and of the sums that they send each other then."""
+RELAY_LANE = 8
+"""Lane of the pieces of other sites' messages that a site passes on."""
 
 
 def tag_of(turn: int, lane: int) -> int:

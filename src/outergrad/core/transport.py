@@ -34,15 +34,25 @@ class Work(Protocol):
         ...
 
 
-class Sum(Work, Protocol):
-    """A sum over the sites in two rounds that has been started."""
+class TwoRounds(Work, Protocol):
+    """A sum over the sites, or messages in pieces, in two rounds that have been started."""
 
     def advance(self) -> None:
         """Starts the second round as soon as the first has come; `wait` does so, too.
 
-        Called for several sums in turn, it lets their second rounds travel at the same time.
+        Called for several of them in turn, it lets their second rounds travel at the same time.
         """
         ...
+
+
+class _InOne:
+    """A work of one round where two are possible."""
+
+    def __init__(self, work: Work) -> None:
+        self.wait = work.wait
+
+    def advance(self) -> None:
+        """Does nothing: there is no second round."""
 
 
 class Notes(Protocol):
@@ -180,6 +190,8 @@ class Comm(Protocol):
         """All sites, which know their names, in the order of ranks: for messages to people."""
         return sites_of(self.world_size, tuple(self.names))
 
+    passes_on: bool = False
+    """True if `all_gather_in_pieces` works here."""
     way: str = ""
     """How messages travel and who can read them on their way, in words; "" if that is not told."""
     epoch: int = 0
@@ -192,7 +204,7 @@ class Comm(Protocol):
     """Fewest sites with which training continues after a loss; None if any loss ends it for all."""
 
     def sum_rounds(self, nbytes: int) -> int:
-        """Returns the rounds of an `all_reduce` of so many bytes; if two, it returns a `Sum`."""
+        """Returns the rounds of an `all_reduce` of so many bytes; if 2, it is a `TwoRounds`."""
         return 1
 
     def all_reduce(self, t: Tensor) -> Work:
@@ -208,6 +220,14 @@ class Comm(Protocol):
             lane: messages on different lanes may arrive in any order relative to each other.
         """
         ...
+
+    def all_gather_in_pieces(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> TwoRounds:
+        """Gathers as `all_gather` does, where `passes_on`: sites pass on pieces of all messages.
+
+        So one site may have much more to send than the others. Where they do not, messages go
+        directly.
+        """
+        return _InOne(self.all_gather(t, sizes, lane))
 
     def take_turn(self, turn: int) -> None:
         """Sets the turn that subsequent messages belong to; called at the same point on every site.
@@ -236,6 +256,9 @@ class Comm(Protocol):
             dtype: of the tensors.
             lane: as for the collective.
         """
+
+    def expect_in_pieces(self, sizes: Sequence[int], turn: int, lane: int = 0) -> None:
+        """Posts the receives of an `all_gather_in_pieces` of bytes ahead, as `expect` does."""
 
     def expect_sum(self, size: int, turn: int, dtype: torch.dtype) -> None:
         """Posts the receive of the next `all_reduce` ahead, in a transport that needs one for it.

@@ -24,11 +24,14 @@ class RankDAD(LowRankSettings):
         rank: Largest number of triplets that a site sends per layer.
         budget: Instead of a rank, the bytes that a site may send per step, as "160kB" or 160_000;
             or, below one, a fraction of the dense gradients' bytes, as 1/64. They are
-            divided among the layers anew, often at first and then every 16 steps: each layer gets
-            one triplet, and further ones go where a triplet has most energy per byte. Everything
-            that a step sends counts, except buffers. With "auto" triplets are gathered. Choose
-            reduce="two_way" among more than two sites of a process group: the same bytes buy about
-            S / 2 times as many triplets there, in two rounds.
+            divided among the layers anew, often at first and then every `share_every` steps: each
+            layer gets one triplet, and further ones go where a triplet has most energy per byte.
+            Everything that a step sends counts, except buffers. With "auto" triplets are gathered.
+            Choose reduce="two_way" among more than two sites of a process group: the same bytes buy
+            about S / 2 times as many triplets there, in two rounds.
+        share_every: Steps from one division of the budget to the next, and steps of the mean of
+            the spectra that it goes by. With 1 shares follow each step; then ranks change in each
+            step, too, and with them the messages.
         tolerance: Largest error that a site may make, relative to the Frobenius norm of its
             gradient, if `rank` triplets suffice for it: then it sends as few triplets as suffice. A
             rank that was too large or too small in one step is corrected in the next, without a

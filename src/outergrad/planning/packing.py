@@ -14,10 +14,11 @@ from outergrad.buckets.dense import DenseBucket
 from outergrad.buckets.gather import FactorBucket
 from outergrad.buckets.sketch import SketchBucket
 from outergrad.buckets.two_way import TwoWayBucket
+from outergrad.comm.cost import relays
 from outergrad.core.compressor import Compressor
 from outergrad.core.cost import CostModel
 from outergrad.core.model import Choice, Compressors, Model
-from outergrad.core.owners import owners
+from outergrad.core.owners import heaviest_share, owners
 from outergrad.core.types import Route, Slot, Unit
 
 _FIRST_DENSE_BYTES = 1 << 20
@@ -50,6 +51,7 @@ class Packer:
         self._model, self._compressors, self._cost = model, compressors, cost
         self._dense: dict[Sequence[str], DenseBucket] = {}
         self._owners: dict[Slot | str, int] = {}
+        self._in_pieces = False
         self._last: tuple[tuple[Choice, list[Hashable]], list[Bucket]] | None = None
         self._order = tuple(model.params)[::-1]
         self.place: Mapping[str, int] = {}
@@ -110,7 +112,8 @@ class Packer:
         if route == Route.GATHER:
             return FactorBucket(index, loads, compressor, along)
         if route == Route.TWO_WAY:
-            return TwoWayBucket(index, loads, compressor, along, self._owners)
+            pieces = self._in_pieces and not any(map(self._is_decided, loads))
+            return TwoWayBucket(index, loads, compressor, along, self._owners, in_pieces=pieces)
         return SketchBucket(loads, compressor, self.sketched_in(loads[0]), along)
 
     def _share_out(
@@ -128,6 +131,8 @@ class Packer:
         last |= {name: self._model.params[name].nbytes for name in extras}
         for load in others:
             beside |= {slot: self._merged_bytes(load.unit, slot) for slot in load.slots}
+        largest = heaviest_share(beside, self._cost.sites)
+        self._in_pieces = relays(self._cost, largest, sum(beside.values()))
         return owners(along, self._cost.sites) | owners(beside, self._cost.sites)
 
     def _vector_bytes(self, loads: Sequence[Load]) -> dict[Slot | str, float]:

@@ -16,7 +16,6 @@ import outergrad as og
 from cases import relative_error
 from covering import covering
 from outergrad.linalg.outer import formed
-from outergrad.methods.low_rank.budget import _mean
 from outergrad.wire import Int4
 from ranks import run_on_lasting_groups
 
@@ -49,6 +48,9 @@ METHODS: dict[str, Any] = {
     "dense memory": og.RankDAD(budget=BUDGET, error_feedback="dense"),
     "few bits": og.RankDAD(budget=12_000, wire=Int4(), vectors=Int4(), error_feedback="dense"),
     "vectors": og.RankDAD(budget=BUDGET, vectors=Int4()),
+    "shared out in every step": og.RankDAD(
+        budget=12_000, share_every=1, wire=Int4(), vectors=Int4(), error_feedback="auto"
+    ),
     "two ways": og.RankDAD(budget=BUDGET, reduce="two_way"),
     "two ways, dense memory": og.RankDAD(
         budget=BUDGET, reduce="two_way", error_feedback="dense", vectors=Int4()
@@ -191,11 +193,46 @@ def test_layers_are_shared_out_less_and_less_often():
         assert len(changed) >= 3
 
 
-def test_energies_are_means_over_the_last_steps():
-    """Of a triplet that was found for the first time, or not now, what is known of it."""
-    assert _mean((), [4.0, 2.0], 1.0) == [4.0, 2.0]
-    assert _mean([4.0, 2.0], [8.0, 4.0, 1.0], 0.25) == [5.0, 2.5, 1.0]
-    assert _mean([4.0, 2.0, 1.0], [0.0], 0.5) == [2.0, 2.0, 1.0]
+def test_nothing_is_lost_once_few_directions_are_spare():
+    """From the 17th step on layers iterate on fewer directions; all they miss is still owed."""
+    steps, method = 20, METHODS["few bits"]
+
+    def body(rank, group):
+        session = og.distribute(model := copy.deepcopy(START), method, group=group)
+        applied = [step(model, rank, k % STEPS) for k in range(steps)]
+        ((compressor, _),) = session._exchange.compressors.items()
+        budget, memories = compressor._budget, compressor._memories
+        spare = [memories[m].q_GIR.shape[2] - budget.rows(m, rank) for m in budget._matrices]
+        return applied, owed(session, 2), spare, [budget.rows(m, rank) for m in budget._matrices]
+
+    results = run_on_lasting_groups(2, body)
+    for _, _, spare, rows in results:
+        assert all(s <= max(4, r // 4) for s, r in zip(spare, rows, strict=True))
+    reference = copy.deepcopy(START).double()
+    due = [step(reference, rank, k % STEPS) for rank in range(2) for k in range(steps)]
+    for name in due[0]:
+        whole = sum(gradients[name].double() for gradients in results[0][0])
+        whole = whole + sum(part[name] for _, part, _, _ in results)
+        assert relative_error(whole, sum(g[name] for g in due) / 2) < 1e-5, name
+
+
+def test_shares_follow_each_step_where_that_is_asked_for():
+    """A division looks at the step before alone: its energies are those of that step."""
+
+    def body(rank, group):
+        model, method = copy.deepcopy(START), METHODS["shared out in every step"]
+        session = og.distribute(model, method, group=group)
+        ((compressor, _),) = session._exchange.compressors.items()
+        found = []
+        for k in range(8):
+            step(model, rank, k % STEPS)
+            found.append((dict(compressor._budget._wanted), session.stats().sent_bytes))
+        return found
+
+    for found in run_on_lasting_groups(2, body):
+        wanted, sent = zip(*found, strict=True)
+        assert sum(now != before for before, now in itertools.pairwise(wanted)) > 4
+        assert 0.5 * 12_000 < min(sent) <= max(sent) <= 12_000
 
 
 @pytest.mark.parametrize(("method", "sites"), covering(METHODS, [2, 3], quick=4, every=2))
@@ -226,7 +263,10 @@ def test_what_cannot_be_is_refused():
             og.distribute(copy.deepcopy(START), og.RankDAD(budget=100), group=group)
 
     run_on_lasting_groups(2, body)
-    for wrong in ({"rank": 8}, {"tolerance": 0.1}, {"reduce": "all_reduce"}, {"budget": "much"}):
+    with pytest.raises(ValueError, match=r"share_every=4; use it with budget= alone"):
+        og.RankDAD(share_every=4)
+    others = {"reduce": "all_reduce"}, {"budget": "much"}, {"share_every": 0}
+    for wrong in ({"rank": 8}, {"tolerance": 0.1}, *others):
         with pytest.raises(ValueError, match="RankDAD: "):
             og.RankDAD(**({"budget": "160kB"} | wrong))
 

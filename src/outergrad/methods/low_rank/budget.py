@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import heapq
-import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from outergrad.core.owners import owners
 from outergrad.core.types import Inheritance, Place, Route, Slot, StateDict, Unit, place_name
+from outergrad.methods.low_rank.energies import Energies
 from outergrad.methods.low_rank.prices import Prices, sides
 from outergrad.methods.low_rank.settings import LowRankSettings
+from outergrad.methods.low_rank.sharing import shared_out
 
-_NEAR = (1e-100, 1e100)
-"""Range of singular values whose squares stay in the range of float64."""
-_OFTEN = 16
-"""Steps from one division of the budget to the next, and steps of the mean of energies: ranks are
-constant in between, which saves new plans."""
+_AT_FIRST = 64
+"""Triplets of a layer that a division looks at before it looks at more."""
+_GROWS = 16
+"""Steps in which layers may still get many more triplets than they have."""
 _SHARES = 64
 """Number of parts of the budget that are tried where layers have owners."""
 
@@ -27,8 +28,9 @@ class Budget:
     """Number of triplets that every site sends of each layer: at least one, within the budget.
 
     A site divides its bytes by the spectra of the steps before: the next triplet goes to the layer
-    where its energy per byte is largest. It does so after 1, 2, 4, 8 and 16 steps, and then after
-    every 16. It announces the result in the following step, and all sites apply it from the step
+    where its energy per byte is largest. It does so after 1, 2, 4, 8 and so on up to `share_every`
+    steps, and then after every `share_every` steps. Ranks are constant in between, which saves new
+    plans. It announces the result in the following step, and all sites apply it from the step
     after that. They apply it only if every site has announced all of its layers, because ranks of
     different divisions do not fit together.
 
@@ -58,21 +60,24 @@ class Budget:
         self._spare = nbytes - prices.at(settings, rows=1)
         self._for_triplets = nbytes - prices.besides(settings)
         self._costs: dict[tuple[Slot, int], int] = {}
+        self._more = np.zeros((len(self._matrices), 0))
+        """Bytes that a site sends for each further triplet of each matrix."""
         self._rows: dict[tuple[Place, int], int] = {}
         self._owners: dict[Place, int] = {}
         self._told: dict[tuple[Place, int], int] = {}
         self._heard: dict[tuple[Place, int], int] = {}
         self._wanted: dict[Place, int] = {}
-        self._energies: dict[Place, list[float]] = {}
-        self._seen = 0
-        self._unit: float | None = None
-        """Unit of singular values that keeps their squares in range, from the first ones noted."""
-        self._found: dict[Place, list[float]] = {}
-        alike = {m.place: [(k + 1.0) ** -2 for k in range(min(sides(m)))] for m in matrices}
+        self._energies = Energies(settings.share_every)
+        alike = {m.place: np.arange(1.0, min(sides(m)) + 1) ** -2 for m in self._matrices}
         self._first = self._shared_out(alike)
         if prices.way == Route.TWO_WAY:
             self._first = self._common({p: sites * rows for p, rows in self._first.items()})
             self._owners = self._shares(self._first)
+
+    @property
+    def grows(self) -> bool:
+        """True in the first steps, in which layers that need more triplets still get them."""
+        return self._energies.steps < _GROWS
 
     def rows(self, slot: Slot, site: int) -> int:
         """Returns the number of triplets that a site, or the merging owner, sends in this step."""
@@ -93,24 +98,20 @@ class Budget:
 
     def note(self, slot: Slot, sigma_GR: torch.Tensor) -> None:
         """Records all singular values that were found of a layer."""
-        sigma_GR = sigma_GR.double()
-        if self._unit is None and (largest := sigma_GR.amax().item() if sigma_GR.numel() else 0.0):
-            far = math.isfinite(largest) and not _NEAR[0] < largest < _NEAR[1]
-            self._unit = largest if far else 1.0
-        self._found[slot.place] = (sigma_GR / (self._unit or 1.0)).square().sum(dim=0).tolist()
+        self._energies.note(slot.place, sigma_GR)
 
     def commit(self, *, applied: bool) -> None:
         """Ends a step; if it is applied, adopts announced ranks and divides the budget if due."""
-        if applied:
-            if len(self._told) == len(self._matrices) * self._sites:
-                self._settle(self._told)
-            self._seen += bool(self._found)
-            share = 1 / max(1, min(self._seen, _OFTEN))
-            for place, found in self._found.items():
-                self._energies[place] = _mean(self._energies.get(place, ()), found, share)
-            if self._found and _is_due(self._seen):
-                self._wanted = self._shared_out(self._energies)
-        self._told, self._found = {}, {}
+        if applied and len(self._told) == len(self._matrices) * self._sites:
+            self._settle(self._told)
+        if self._energies.commit(applied=applied) and self._is_due(self._energies.steps):
+            self._wanted = self._shared_out(self._energies.means)
+        self._told = {}
+
+    def _is_due(self, steps: int) -> bool:
+        """True if the budget is divided after this step: often at first, while layers grow."""
+        every = self._settings.share_every
+        return steps % every == 0 if steps >= every else steps & (steps - 1) == 0
 
     def _settle(self, told: dict[tuple[Place, int], int]) -> None:
         if self._prices.way == Route.GATHER:
@@ -159,32 +160,27 @@ class Budget:
         sizes = {m.place: self._cost(m, rows[m.place]) for m in self._matrices}
         return sizes | {vector.place: self._cost(vector, 1) for vector in self._vectors}
 
-    def _shared_out(self, energies: Mapping[Place, Sequence[float]]) -> dict[Place, int]:
-        """Returns the rows of each layer that have most energy, chosen triplet by triplet."""
-        rows, spare = {matrix.place: 1 for matrix in self._matrices}, self._spare
-        of = [energies.get(matrix.place, ()) for matrix in self._matrices]
-        pairs = zip(self._matrices, of, strict=True)
-        waiting = [(-self._worth(m, 1, e), k) for k, (m, e) in enumerate(pairs)]
-        heapq.heapify(waiting)
-        while waiting:
-            worth, k = heapq.heappop(waiting)
-            matrix = self._matrices[k]
-            more = self._more(matrix, rows[matrix.place])
-            if not worth or more > spare:
-                continue
-            spare -= more
-            rows[matrix.place] += 1
-            heapq.heappush(waiting, (-self._worth(matrix, rows[matrix.place], of[k]), k))
-        return rows
+    def _shared_out(self, energies: Mapping[Place, np.ndarray]) -> dict[Place, int]:
+        """Returns the rows of each layer that have most energy per byte."""
+        if not self._matrices:
+            return {}
+        behind = [energies.get(m.place, np.zeros(0))[1 : min(sides(m))] for m in self._matrices]
+        longest, most = max(map(len, behind)), _AT_FIRST
+        while True:
+            width = min(most, longest)
+            known_LK = np.stack([_wide(e[:width], width) for e in behind])
+            more_L = shared_out(known_LK, self._costs_of_more(width), self._spare)
+            if width == longest or more_L.max() < width:
+                break
+            most *= 2
+        return {m.place: 1 + more for m, more in zip(self._matrices, more_L.tolist(), strict=True)}
 
-    def _worth(self, matrix: Slot, rows: int, energies: Sequence[float]) -> float:
-        """Returns the energy per byte of the next triplet; 0 if it is not known."""
-        known = rows < min(len(energies), *sides(matrix))
-        return energies[rows] / max(1, self._more(matrix, rows)) if known else 0.0
-
-    def _more(self, matrix: Slot, rows: int) -> float:
-        """Returns the bytes that a site sends for one more triplet."""
-        return self._prices.copies * (self._cost(matrix, rows + 1) - self._cost(matrix, rows))
+    def _costs_of_more(self, width: int) -> np.ndarray:
+        """Returns the bytes that a site sends for each of `width` further triplets, (L, width)."""
+        for k in range(self._more.shape[1], width):
+            more = [self._cost(m, k + 2) - self._cost(m, k + 1) for m in self._matrices]
+            self._more = np.column_stack([self._more, self._prices.copies * np.array(more)])
+        return self._more[:, :width]
 
     def _cost(self, matrix: Slot, rows: int) -> int:
         if (matrix, rows) not in self._costs:
@@ -203,19 +199,18 @@ class Budget:
         """Returns, by place, the rows that this site would send and the mean energies."""
         return {
             "wanted_rows": {place_name(place): rows for place, rows in self._wanted.items()},
-            "energies": {place_name(place): found for place, found in self._energies.items()},
-            "seen": self._seen,
+            **self._energies.state(),
         }
 
     def load(self, inheritance: Inheritance) -> None:
         """Continues from a saved state; starts anew at another number of sites: costs differ."""
-        self._rows, self._wanted, self._energies, self._seen = {}, {}, {}, 0
+        self._rows, self._wanted = {}, {}
+        self._energies = Energies(self._settings.share_every)
         if not inheritance.same_sites:
             return
         own, place_of = inheritance.like["own"], inheritance.place_of
         self._wanted = {place_of[name]: rows for name, rows in own["wanted_rows"].items()}
-        self._energies = {place_of[name]: list(e) for name, e in own["energies"].items()}
-        self._seen = own.get("seen", 0)
+        self._energies.load(own, place_of)
         self._rows = {
             (place_of[name], site): rows[old]
             for name, rows in inheritance.first["common"]["sent_rows"].items()
@@ -231,12 +226,6 @@ def stands(unit: Unit) -> bool:
     return all(slot.place in places and not slot.lookup for slot in unit.slots)
 
 
-def _mean(before: Sequence[float], found: Sequence[float], share: float) -> list[float]:
-    """Returns the mean with weight `share` for new values; unmatched values are kept."""
-    both = [old + share * (new - old) for old, new in zip(before, found, strict=False)]
-    return [*both, *found[len(both) :], *before[len(both) :]]
-
-
-def _is_due(steps: int) -> bool:
-    """True if the budget is divided after this step: often at first, while layers grow."""
-    return steps % _OFTEN == 0 if steps >= _OFTEN else steps & (steps - 1) == 0
+def _wide(energies: np.ndarray, width: int) -> np.ndarray:
+    """Appends zeros: what is not known gets no bytes."""
+    return np.pad(energies, (0, width - len(energies)))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
-from outergrad.comm.cost import cost_of
+from outergrad.comm.cost import cost_of, relays
 from outergrad.comm.cost import seconds as seconds_of
 from outergrad.core.coding import Codecs, drops
 from outergrad.core.cost import CostModel, Whole
@@ -115,15 +115,13 @@ class LowRankCompressor(Remembering[Memory]):
         """Chooses the route that is fastest for the whole model."""
         can = {Route.GATHER: True, Route.TWO_WAY: self._owns, Route.REDUCE: self._sums}
         ways = [way for way in WAYS if can[way]]
-        model = cost_of(self, sites)
-        sent_bytes = {way: self._sent_bytes(units, sites, way) for way in ways}
-        seconds = {way: seconds_of(model, way, n, link) for way, n in sent_bytes.items()}
+        seconds = {way: self._seconds(units, sites, way, link) for way in ways}
         way = best_way(seconds)
         others = tuple((other, s) for other, s in seconds.items() if other != way)
         self.auto_way = AutoWay(way=way, seconds=seconds[way], others=others, link=link)
 
-    def _sent_bytes(self, units: Sequence[Unit], sites: int, way: Route) -> float:
-        """Returns the bytes that the busiest site sends in a step, including dense units."""
+    def _seconds(self, units: Sequence[Unit], sites: int, way: Route, link: Link) -> float:
+        """Estimates the seconds of the messages of a step at the busiest site, dense ones too."""
         cost = cost_of(self, sites)
         nbytes, merged = 0.0, dict[Slot, float]()
         for unit in units:
@@ -131,10 +129,14 @@ class LowRankCompressor(Remembering[Memory]):
             pays = low_rank * self._settings.min_ratio < dense
             nbytes += (sites - 1) * (low_rank if pays else dense)
             merged.update({m: self._sizes.triplets(m) for m in unit.matrices if pays})
-        if way == Route.TWO_WAY:  # an owner sends (S - 2) times more of its share than the others
-            unevenness = heaviest_share(merged, sites) - sum(merged.values()) / sites
-            nbytes += (sites - 2) * unevenness
-        return nbytes
+        if way != Route.TWO_WAY:
+            return seconds_of(cost, way, nbytes, link)
+        largest, whole = heaviest_share(merged, sites), sum(merged.values())
+        nbytes += (sites - 2) * (largest - whole / sites)  # what an owner sends more than others
+        if not relays(cost, largest, whole):
+            return seconds_of(cost, way, nbytes, link)
+        # It sends its share once instead, and a piece of all, but receives it from each site first.
+        return seconds_of(cost, way, nbytes + 2 * largest, link) + link.delay_s
 
     # -- route of a unit ------------------------------------------------------------------------
 

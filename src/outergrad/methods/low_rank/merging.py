@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from outergrad.core.coding import Codecs, Encoded, Field, decode_all, encode, encode_all, received
+from outergrad.core.coding import Codecs, Encoded, Field, decode_all, encode_all, received
 from outergrad.core.payload import EncodedRows, FactorRows
 from outergrad.core.types import Factors, Gradient, Part, Slot, Unit, bias_slot
 from outergrad.linalg.low_rank import LowRank, merge, small_core
@@ -30,7 +30,9 @@ from outergrad.methods.low_rank.settings import LowRankSettings
 
 
 class RowsAndBias(FactorRows):
-    """Rows, with a bias gradient that is encoded.
+    """Rows, with a bias gradient that is encoded; of a vector its row of deltas alone.
+
+    The activation of a vector is one, so it need not travel: half as many tensors in a message.
 
     Args:
         codecs: Codecs of the bias gradient, which is one row, whatever the groups.
@@ -44,12 +46,16 @@ class RowsAndBias(FactorRows):
     ) -> list[Field]:
         """Returns the fields of rows, with the bias gradient as an encoded row."""
         plain = super().fields(slot, count, dtype, None, codecs)
+        if slot.vector:
+            return plain[:1]
         if bias is None or slot.lookup:
             return plain
         return [*plain, Field((1, slot.groups * slot.outputs), bias, self._codecs)]
 
     def read(self, tensors: Sequence[Tensor], slot: Slot, count: int) -> Factors:
         """Returns the factors, with the bias gradient divided into its groups."""
+        if slot.vector:
+            return Factors(tensors[0], _one(tensors[0].dtype, tensors[0].device))
         d_GRO, a_GRI, b_GO = super().read(tensors, slot, count)
         return Factors(d_GRO, a_GRI, None if b_GO is None else b_GO.view(slot.groups, -1))
 
@@ -88,7 +94,7 @@ class Vectors:
         if self.codecs:
             due |= {bias_slot(s): _precise(b_GO.reshape(1, -1, 1)) for s, b_GO in biases.items()}
         rows = dict(zip(due, self._written(due), strict=True))
-        found = {part.slot: _as_payload(rows[part.slot], self.codecs) for part in vectors}
+        found = {part.slot: _as_payload(rows[part.slot]) for part in vectors}
         for slot, sent in others.items():
             row = rows.get(bias_slot(slot)) if slot in biases else None
             found[slot] = sent if row is None else sent._replace(b_GO=_as_bias(row))
@@ -156,15 +162,16 @@ def _as_factors(row: Tensor) -> Factors:
     return Factors(row, row.new_ones(1, 1, 1))
 
 
-def _as_payload(row: Tensor | Encoded, codecs: Codecs) -> Factors | EncodedRows:
+def _as_payload(row: Tensor | Encoded) -> Factors | EncodedRows:
     if isinstance(row, Tensor):
         return _as_factors(row)
-    return EncodedRows(row, _one(codecs, row.written[0].device))
+    return EncodedRows(row, Encoded(()))  # its activation does not travel
 
 
 @cache
-def _one(codecs: Codecs, device: torch.device) -> Encoded:
-    return Encoded(encode(codecs, torch.ones(1, 1, 1, device=device)))
+def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns the activation of a vector; it is read only."""
+    return torch.ones(1, 1, 1, dtype=dtype, device=device)
 
 
 def _as_bias(row: Tensor | Encoded) -> Tensor | Encoded:

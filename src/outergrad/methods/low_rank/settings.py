@@ -23,6 +23,7 @@ _SMALL = 50_000
 
 _FEEDBACK_RANK = 8
 _RANK = 4
+_SHARE_EVERY = 16
 _AMOUNT = re.compile(r"([\d.]+) ?([kMG]?)B")
 _PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
@@ -36,6 +37,7 @@ class LowRankSettings(Settings):
 
     rank: int = _RANK
     budget: float | str | None = None
+    share_every: int = _SHARE_EVERY
     tolerance: float = 0.0
     solver: Solver = "auto"
     iterations: int | None = None
@@ -54,6 +56,9 @@ class LowRankSettings(Settings):
         require(self.budget is None or _amount(self.budget) > 0, self, "budget", told)
         alone = self.budget is None or (self.rank == _RANK and not self.tolerance)
         require(alone, self, "budget", "it instead of rank= and tolerance=, not beside them")
+        require(self.share_every >= 1, self, "share_every", "1 or more steps")
+        divides = self.budget is not None or self.share_every == _SHARE_EVERY
+        require(divides, self, "share_every", "it with budget= alone")
         in_triplets = self.budget is None or not self.sums
         require(in_triplets, self, "reduce", "'gather' or 'two_way' with budget=")
         require(0 <= self.tolerance < 1, self, "tolerance", "a number in [0, 1)")
