@@ -1,6 +1,6 @@
 """A step of PyTorch's DDP over the star beside one over gloo, on the same shaped link.
 
-    python benchmarks/star_backend.py                                    # the MLP, 100 Mbit/s, two sites
+    python benchmarks/star_backend.py                          # the MLP, 100 Mbit/s, two sites
     python benchmarks/star_backend.py --sites 4 --latency 40ms
 
 Every site is a process with a network namespace of its own, and so is the hub, whose line has the

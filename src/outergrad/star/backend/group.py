@@ -1,5 +1,8 @@
 """A process group of torch.distributed whose collectives go through a hub."""
 
+# PyTorch calls these methods by position, and its stubs list overloads that only C++ has.
+# pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false
+
 from __future__ import annotations
 
 import hashlib
@@ -12,12 +15,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 from torch._compile import _disable_dynamo
 from torch.distributed import ReduceOp
 
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.star.backend.store import HubStore
-from outergrad.star.backend.works import Awaited, Finisher, FirstOf, LineWork, Rooms
+from outergrad.star.backend.works import Awaited, Finisher, FirstOf, LineWork, Rooms, Waiting
 from outergrad.star.frames import ALL, Kind, Place
 from outergrad.star.sums import coded
 from outergrad.star.transport import Held
@@ -36,7 +40,7 @@ _OPERATIONS = {
 _OF_BOOL = {"sum": "max", "product": "min"}
 """Operations of True and False in place of those of the numbers 1 and 0."""
 _OF_COMPLEX = frozenset({"sum", "mean"})
-_KEPT_WORKS, _FEW_BYTES = 1 << 10, 1 << 10
+_KEPT_WORKS, _FEW_NUMBERS = 1 << 10, 1 << 7
 _LARGE_BYTES = 1 << 26
 """Bytes of a message from which on its sender waits until all others are there as well. A site
 keeps what comes early, and memory has an end."""
@@ -82,10 +86,10 @@ class StarGroup(dist.ProcessGroup):
         ranks: Sequence[int],
         timeout: timedelta,
         store: HubStore,
-        own_store: dist.Store | None = None,
+        own_store: Store | None = None,
     ) -> None:
         line = held.line
-        super().__init__(ranks.index(line.rank), len(ranks))
+        super().__init__(ranks.index(line.rank), len(ranks))  # pyright: ignore[reportCallIssue]
         self._held, self._line, self._ranks = held, line, tuple(ranks)
         self._name, self._described = name, "undefined"
         self._kept, self._store = store, own_store or store
@@ -96,7 +100,7 @@ class StarGroup(dist.ProcessGroup):
         self._sent, self._received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         self._coalesced: list[LineWork] | None = None
         self._alive = deque[LineWork](maxlen=_KEPT_WORKS)
-        """The last works of few bytes: where C++ alone holds one, PyTorch would lose its Python
+        """The last works of few numbers: where C++ alone holds one, PyTorch would lose its Python
         half, and wait for ever. DDP does so with the number of sites that have inputs left."""
         self._sequence = 0
 
@@ -122,7 +126,7 @@ class StarGroup(dist.ProcessGroup):
         """Sets the description of the group."""
         self._described = described
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Store:
         """Returns the store of the group."""
         return self._store
 
@@ -389,11 +393,10 @@ class StarGroup(dist.ProcessGroup):
         (t,) = tensors
         place, site = self._between(rank, self.rank(), tag, self._received), self._ranks[rank]
         if not t.numel():
-            return self._work([], tensors, source=rank)
+            return self._work([], tensors)
         arrival = self._line.expect(place, {site: t.nbytes})
-        return self._work(
-            [Awaited(place, arrival, lambda rooms: _write(rooms[site], t))], tensors, source=rank
-        )
+        awaited = Awaited(place, arrival, lambda rooms: _write(rooms[site], t), rank)
+        return self._work([awaited], tensors)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> LineWork:
         """Receives a tensor of whichever site sends one first."""
@@ -410,7 +413,7 @@ class StarGroup(dist.ProcessGroup):
             return None
 
         receive = lambda rank: self.recv(tensors, rank, tag)  # noqa: E731
-        return FirstOf(self._line, has_come, receive, *self._like(tensors))
+        return self._work([FirstOf(has_come, receive)], tensors)
 
     def _between(
         self, source: int, target: int, tag: int, counts: Counter[tuple[int, int]]
@@ -431,25 +434,17 @@ class StarGroup(dist.ProcessGroup):
         return list(whole.chunk(self.size())) if whole.numel() else [whole] * self.size()
 
     def _work(
-        self,
-        awaited: Sequence[Awaited],
-        results: Sequence[Tensor],
-        opts: Any = None,
-        source: int = -1,
+        self, awaited: Sequence[Waiting], results: Sequence[Tensor], opts: Any = None
     ) -> LineWork:
-        work = LineWork(self._line, awaited, *self._like(results, opts), source)
+        own_s = getattr(opts, "timeout", timedelta(0)).total_seconds()
+        patience_s = own_s if own_s > 0 else self._patience_s
+        work = LineWork(self._line, awaited, results, patience_s, self._finisher)
         self._sequence += 1
-        if sum(t.nbytes for t in results) <= _FEW_BYTES:
+        if sum(t.numel() for t in results) <= _FEW_NUMBERS:
             self._alive.append(work)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
-
-    def _like(
-        self, results: Sequence[Tensor], opts: Any = None
-    ) -> tuple[Sequence[Tensor], float, Finisher]:
-        own_s = getattr(opts, "timeout", timedelta(0)).total_seconds()
-        return results, own_s if own_s > 0 else self._patience_s, self._finisher
 
 
 def _number(source: int, target: int, tag: int, count: int) -> int:

@@ -9,6 +9,8 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import register_rendezvous_handler
 
 from outergrad.star.backend.group import NAME, StarGroup
 from outergrad.star.backend.store import HubStore
@@ -32,7 +34,7 @@ def register(*_: Any) -> None:
     """Registers the backend and its addresses; does nothing where both are registered."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _group, extended_api=True, devices=["cpu", "cuda"])
-        dist.register_rendezvous_handler(SCHEME, _meeting)
+        register_rendezvous_handler(SCHEME, _meeting)
 
 
 def star_at(address: str) -> Star:
@@ -62,7 +64,7 @@ def star_at(address: str) -> Star:
 
 def _meeting(
     address: str, rank: int = -1, world_size: int = -1, timeout: timedelta | None = None, **_: Any
-) -> Iterator[tuple[dist.Store, int, int]]:
+) -> Iterator[tuple[Store, int, int]]:
     """Yields the store of the run, this site's rank and the number of sites; for torch."""
     limit = timeout or dist.default_pg_timeout
     held = star_at(address).connected(min(limit.total_seconds(), TIMEOUT_S))
@@ -72,7 +74,7 @@ def _meeting(
             raise ValueError(f"{address}: the hub says {what} {is_so}, not {told}: pass none")
     store = HubStore(held, limit)
     _Begun.count, _Begun.store = _Begun.count + 1, weakref.ref(store)
-    yield dist.PrefixStore(f"group {_Begun.count}", store), line.rank, len(line.names)
+    yield PrefixStore(f"group {_Begun.count}", store), line.rank, len(line.names)
     raise RuntimeError("a site that is lost cannot begin again under the same address")
 
 

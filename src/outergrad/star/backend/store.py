@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from outergrad.star.frames import Kind
 from outergrad.star.transport import Held
@@ -15,7 +16,7 @@ _ANSWERS_S = 5.0
 """Seconds that the hub has for an answer, beyond those that a question waits for a key."""
 
 
-class HubStore(dist.Store):
+class HubStore(Store):
     """Values by key at the hub, for all sites of a run, as PyTorch's stores have them.
 
     Args:
@@ -64,9 +65,9 @@ class HubStore(dist.Store):
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
-    def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, value: int) -> int:
         """Adds to the number that a key has, 0 at first; returns the sum."""
-        return int(self._ask(Ask.ADD, key, str(amount)))
+        return int(self._ask(Ask.ADD, key, str(value)))
 
     def append(self, key: str, value: str | bytes) -> None:
         """Adds a value at the end of the one that a key has."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,18 +25,78 @@ _LOOKS_S = 1.0
 _MOST_WATCHING = 2
 
 
+class Waiting(Protocol):
+    """One part of a work, for which it waits."""
+
+    source: int
+    """Rank in the group of the site that sends it; -1 where there is more than one."""
+
+    def is_due(self, line: Line, patience_s: float) -> bool:
+        """True if `take` would not wait."""
+        ...
+
+    def take(self, line: Line, patience_s: float) -> None:
+        """Waits, as long as something moves, and writes what has come.
+
+        Raises:
+            ExchangeError: it will not come.
+        """
+        ...
+
+
 @dataclass
-class Awaited:
-    """The messages of one collective that a work waits for, and what is done with them."""
+class Awaited(Waiting):
+    """The messages of one collective, and what is done with them."""
 
     place: Place
     arrival: Arrival
     then: Callable[[Rooms], None]
-    since: Patience = field(init=False)
+    source: int = -1
+    _since: Patience = field(init=False)
 
     def __post_init__(self) -> None:
         """Begins to wait."""
-        self.since = Patience(self.arrival)
+        self._since = Patience(self.arrival)
+
+    def is_due(self, line: Line, patience_s: float) -> bool:
+        """True if all of them are there, or one will not come."""
+        return line.is_due(self.place, self.arrival, patience_s, self._since)
+
+    def take(self, line: Line, patience_s: float) -> None:
+        """Waits for them."""
+        self.then(line.wait(self.place, self.arrival, patience_s, self._since))
+
+
+class FirstOf(Waiting):
+    """A message of whichever site sends one first.
+
+    Args:
+        has_come: returns the rank of a site whose message has begun to come; None of none. Raises
+            if none can come.
+        receive: starts to receive the message of that site.
+    """
+
+    def __init__(
+        self, has_come: Callable[[], int | None], receive: Callable[[int], LineWork]
+    ) -> None:
+        self._has_come, self._receive = has_come, receive
+        self.source = -1
+
+    def is_due(self, line: Line, patience_s: float) -> bool:
+        """True if a message has begun to come, or none can come."""
+        try:
+            return self._has_come() is not None or line.has_failed
+        except ExchangeError:
+            return True
+
+    def take(self, line: Line, patience_s: float) -> None:
+        """Waits for the first message, and for its end."""
+        line.wait_for(lambda: self.is_due(line, patience_s), patience_s)
+        source = self._has_come()
+        if source is None:
+            raise line.failure or ExchangeError(Failure.TIMEOUT.value, kind=Failure.TIMEOUT)
+        self.source = source
+        self._receive(source).wait()
 
 
 class LineWork(Work):
@@ -48,27 +108,25 @@ class LineWork(Work):
         results: tensors that hold the result then.
         patience_s: longest time, seconds, in which nothing moves.
         finisher: finishes works whose future somebody has asked for.
-        source: rank from which the message comes, if it is one of a single site.
     """
 
     def __init__(
         self,
         line: Line,
-        awaited: Sequence[Awaited],
+        awaited: Sequence[Waiting],
         results: Sequence[Tensor],
         patience_s: float,
         finisher: Finisher,
-        source: int = -1,
     ) -> None:
         super().__init__()
         self._line, self._awaited, self._results = line, list(awaited), list(results)
-        self._patience_s, self._finisher, self._source = patience_s, finisher, source
+        self._patience_s, self._finisher = patience_s, finisher
         self._lock, self._error = threading.RLock(), None
-        self._is_done = not self._awaited
+        self._is_done, self._source = not self._awaited, -1
         self._future: torch.futures.Future[Any] | None = None
 
     @property
-    def awaited(self) -> Sequence[Awaited]:
+    def awaited(self) -> Sequence[Waiting]:
         """Messages that nobody has waited for yet."""
         return self._awaited
 
@@ -95,7 +153,8 @@ class LineWork(Work):
             limit_s = patience_s or self._patience_s
             try:
                 for one in self._awaited:
-                    one.then(self._line.wait(one.place, one.arrival, limit_s, one.since))
+                    one.take(self._line, limit_s)
+                    self._source = one.source
             except Exception as error:
                 self._error = _in_words(error, self._line, limit_s)
             self._is_done, self._awaited = True, []
@@ -104,10 +163,7 @@ class LineWork(Work):
 
     def is_due(self) -> bool:
         """True if `finish` would not wait; callers hold the lock of the line."""
-        about = self._patience_s
-        return all(
-            self._line.is_due(one.place, one.arrival, about, one.since) for one in self._awaited
-        )
+        return all(one.is_due(self._line, self._patience_s) for one in self._awaited)
 
     def is_completed(self) -> bool:
         """True if `wait` would not wait."""
@@ -166,57 +222,6 @@ def _set(future: torch.futures.Future[Any], results: list[Tensor], error: Except
         future.set_result(results)
     else:
         future.set_exception(error)  # type: ignore[arg-type]  # of any kind
-
-
-class FirstOf(LineWork):
-    """A message of whichever site sends one first.
-
-    Args:
-        line: of this process.
-        has_come: returns the rank of a site whose message has begun to come; None of none.
-            Raises if none can come.
-        receive: starts to receive the message of that site.
-        like: the work's other arguments: tensors, patience and finisher.
-    """
-
-    def __init__(
-        self,
-        line: Line,
-        has_come: Callable[[], int | None],
-        receive: Callable[[int], LineWork],
-        *like: Any,
-    ) -> None:
-        super().__init__(line, (), *like)
-        self._is_done, self._has_come, self._receive = False, has_come, receive
-
-    def finish(self, patience_s: float | None = None) -> None:
-        """Waits for the first message, and for its end."""
-        with self._lock:
-            if self._is_done:
-                return
-            limit_s = patience_s or self._patience_s
-            try:
-                self._take_first(limit_s)
-            except Exception as error:
-                self._error = _in_words(error, self._line, limit_s)
-            self._is_done = True
-            if self._future is not None:
-                _set(self._future, self._results, self._error)
-
-    def _take_first(self, patience_s: float) -> None:
-        self._line.wait_for(self.is_due, patience_s)
-        source = self._has_come()
-        if source is None:
-            raise self._line.failure or ExchangeError(Failure.TIMEOUT.value, kind=Failure.TIMEOUT)
-        self._source = source
-        self._receive(source).wait()
-
-    def is_due(self) -> bool:
-        """True if a message has begun to come, or none can come."""
-        try:
-            return self._has_come() is not None or self._line.has_failed
-        except ExchangeError:
-            return True
 
 
 class Finisher:
