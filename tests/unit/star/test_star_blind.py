@@ -1,9 +1,10 @@
-"""blind=True: the hub relays what it cannot read, and the results are the same to the bit."""
+"""blind=True: the hub relays and adds up what it cannot read."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from test_own_transport import METHODS, build, train
@@ -13,13 +14,14 @@ from cases import relative_error
 from outergrad.core.errors import ExchangeError
 from outergrad.star.authority import new_authority, new_site, read_kit
 from outergrad.star.frames import Kind, Place
+from outergrad.star.masks import NONCE_BYTES
 from outergrad.star.run import Run
 from outergrad.star.sealing import Seal
 from stars import NAMES, folder, kit_of, on_star
 
 BLIND = {"blind": True}
-BY_COST = {"rank-dad sums"}
-"""Where it depends on what sums cost whether a layer travels dense."""
+SUMMED = {"dense", "rank-dad sums"}
+"""What the hub adds up: rounded to 56 binary digits and more below the largest number."""
 
 
 @pytest.mark.parametrize("name", ["dense", "dad forced", "rank-dad two ways", "rank-dad sums"])
@@ -27,14 +29,16 @@ def test_gradients_are_those_of_a_hub_that_reads(name):
     def body(rank, one):
         model = build()
         session = og.distribute(model, METHODS[name], transport=one)
-        found = list(train(model, rank, range(2)))
+        found = list(train(model, rank))
         session.detach()
         return found
 
-    for mine, theirs in zip(on_star(3, body, BLIND), on_star(3, body), strict=True):
+    around = on_star(3, body, BLIND)
+    for mine, theirs in zip(around, on_star(3, body), strict=True):
         for step, gradients in enumerate(mine):
+            assert all(map(torch.equal, gradients, around[0][step]))
             for pair in zip(gradients, theirs[step], strict=True):
-                assert torch.equal(*pair) or (name in BY_COST and relative_error(*pair) < 1e-12)
+                assert torch.equal(*pair) or (name in SUMMED and relative_error(*pair) < 1e-12)
 
 
 def seen_by_the_hub(monkeypatch, settings):
@@ -117,3 +121,20 @@ def test_a_key_of_another_run_site_or_authority_is_refused():
     with pytest.raises(ValueError, match="the key of 'site-b' is not its own"):
         one.meet({1: Seal(forged, NAMES[:2], 1, 1).announcement()})
     one.meet({1: other.announcement()})
+
+
+def test_sums_are_hidden_by_keys_of_all_sites_or_not_at_all():
+    one, other = met(*seals())
+    numbers = [np.arange(1000, dtype=np.int32) for _ in range(2)]
+    for seal, own in zip((one, other), numbers, strict=True):
+        seal.masks().hide(own, bytes(NONCE_BYTES))
+    for seal in (one, other):
+        total = seal.masks().shown(sum(numbers), bytes(NONCE_BYTES))
+        assert np.array_equal(total, 2 * np.arange(1000))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_site_that_met_nobody_hides_what_it_sends_all_the_same(rank):
+    own = np.zeros(1000, np.int32)
+    seals()[rank].masks().hide(own, bytes(NONCE_BYTES))
+    assert np.count_nonzero(own) > 990
