@@ -101,8 +101,8 @@ class Star:
             `outergrad site --kit` was given.
         wait_s: seconds to wait until all sites have come.
         blind: whether the hub must not read what it relays and sums. Sites then encrypt messages
-            for each other, and add masks to what the hub sums. Floats are rounded for that, to 24
-            binary digits and more below the largest number of a sum.
+            for each other, and add masks to what the hub sums. Floats are rounded for that
+            (docs/institutions.md).
         when_lost: "raise" an `og.SiteLostError` on the others when a site stays away, or "go on"
             without it. The step under way then counts on all sites that are left, or on none. All
             of them raise `og.SitesChangedError` once, in this step if it counts on none and in the

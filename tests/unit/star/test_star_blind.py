@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from test_own_transport import METHODS, build, train
+from torch import nn
 
 import outergrad as og
 from cases import relative_error
@@ -17,6 +20,7 @@ from outergrad.star.frames import Kind, Place
 from outergrad.star.masks import NONCE_BYTES
 from outergrad.star.run import Run
 from outergrad.star.sealing import Seal
+from seeding import seed
 from stars import NAMES, folder, kit_of, on_star
 
 BLIND = {"blind": True}
@@ -138,3 +142,49 @@ def test_a_site_that_met_nobody_hides_what_it_sends_all_the_same(rank):
     own = np.zeros(1000, np.int32)
     seals()[rank].masks().hide(own, bytes(NONCE_BYTES))
     assert np.count_nonzero(own) > 990
+
+
+class Branches(nn.Module):
+    """One that can leave out a layer, whose gradient is then undefined or zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x, scale, way):
+        first = self.first(x).square().mean() * scale
+        return first if way == "first" else first + self.second(x).square().mean() * scale
+
+
+seed(0)
+BRANCHES = Branches()
+SCALES = (1.0, 65536.0, 1e-6, math.inf, 1.0, 1e9)
+
+
+def steps_of_all_kinds(rank, one):
+    """Gradients of scaled losses; one site leaves out a layer, in every other step."""
+    model = copy.deepcopy(BRANCHES)
+    session = og.distribute(model, og.Dense(), transport=one)
+    x, found = torch.arange(12.0).view(2, 6) / 12 + rank, []
+    for step, scale in enumerate(SCALES):
+        model.zero_grad()
+        model(x, scale, "first" if rank == 1 and step % 2 else "both").backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    session.detach()
+    return found
+
+
+def test_steps_of_all_kinds_go_as_around_a_hub_that_reads():
+    around = on_star(3, steps_of_all_kinds, BLIND)
+    for mine, theirs in zip(around, on_star(3, steps_of_all_kinds), strict=True):
+        for scale, gradients, others in zip(SCALES, mine, theirs, strict=True):
+            for one, other in zip(gradients, others, strict=True):
+                assert torch.equal(one.isfinite(), other.isfinite())
+                if math.isfinite(scale):
+                    assert relative_error(one, other) < 1e-6
+    assert all(
+        torch.equal(one.nan_to_num(), other.nan_to_num())
+        for site in around[1:]
+        for step, same in zip(site, around[0], strict=True)
+        for one, other in zip(step, same, strict=True)
+    )
