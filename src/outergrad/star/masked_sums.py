@@ -55,13 +55,13 @@ class MaskedSums:
         """
         place = Place(Kind.SUM, lane, number, coded(own.dtype.name))
         arrival = self._line.expect(place, {ALL: own.nbytes})
-        nonce = _NONCE.pack(lane, unit, number)
+        nonce, dtype = _NONCE.pack(lane, unit, number), own.dtype
         self._masks.hide(own, nonce)
         self._line.send(place, own.tobytes())
 
         def total() -> np.ndarray:
             came = self._line.wait(place, arrival, self._patience_s)[ALL]
-            return self._masks.shown(came.view(own.dtype), nonce)
+            return self._masks.shown(came.view(dtype), nonce)
 
         return total
 

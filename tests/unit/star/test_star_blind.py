@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -16,8 +17,10 @@ import outergrad as og
 from cases import relative_error
 from outergrad.core.errors import ExchangeError
 from outergrad.star.authority import new_authority, new_site, read_kit
-from outergrad.star.frames import Kind, Place
-from outergrad.star.masks import NONCE_BYTES
+from outergrad.star.frames import Kind, Place, Stream, Welcome, unpacked
+from outergrad.star.line import Line
+from outergrad.star.masked_sums import FIRST, MaskedSums
+from outergrad.star.masks import NONCE_BYTES, Masks
 from outergrad.star.run import Run
 from outergrad.star.sealing import Seal
 from seeding import seed
@@ -188,3 +191,36 @@ def test_steps_of_all_kinds_go_as_around_a_hub_that_reads():
         for step, same in zip(site, around[0], strict=True)
         for one, other in zip(step, same, strict=True)
     )
+
+
+def test_no_mask_is_used_twice(monkeypatch):
+    """Also where steps start again, and sums are made again in another unit."""
+    used, hide = defaultdict(list), Masks.hide
+
+    def note(masks, numbers, nonce):
+        used[masks].append(nonce[:2] + nonce[4:])  # with another unit, too
+        hide(masks, numbers, nonce)
+
+    monkeypatch.setattr(Masks, "hide", note)
+    on_star(3, steps_of_all_kinds, BLIND)
+    assert len(used) == 3
+    for nonces in used.values():
+        assert len(nonces) > 2 * len(SCALES)
+        assert len(set(nonces)) == len(nonces)
+
+
+def test_a_message_that_is_sent_again_has_the_same_bytes():
+    """After a stream has ended before the hub had the message."""
+    line = Line()
+
+    def sums_on_a_new_stream():
+        stream = Stream()
+        line.take(stream, Welcome(1, 0, NAMES[:2], heard=0, grace_s=1.0).frame().packed())
+        messages = line.messages(stream)
+        next(messages)  # its greeting
+        return (f for message in messages for f in unpacked(message) if f.kind == Kind.SUM)
+
+    before = sums_on_a_new_stream()
+    sums = MaskedSums(line, met(*seals())[0].masks(), 1.0, book=lambda _: None)
+    sums.start(FIRST, sums.number(), np.zeros(1000, np.int32))
+    assert next(before) == next(sums_on_a_new_stream())
