@@ -14,7 +14,7 @@ from outergrad.star.board import StarBoard
 from outergrad.star.frames import Kind
 from outergrad.star.run import Run
 from ranks import run_ranks
-from stars import CPU, comms_on_star, hub, on_star, star
+from stars import CPU, comms_on_star, hub, star
 
 LONG = bytes(range(256)) * 5000
 """More than a piece."""
@@ -25,7 +25,7 @@ def on_torch(sites, body):
 
 
 def on_blind_star(sites, body):
-    return on_star(sites, lambda rank, one: body(one.open(CPU)), {"blind": True})
+    return comms_on_star(sites, body, settings={"blind": True})
 
 
 RUNS = {"torch": on_torch, "star": comms_on_star, "blind star": on_blind_star}

@@ -73,10 +73,15 @@ def on_star(
                 one.close()
 
 
-def comms_on_star(sites: int, body: Callable[[Any], Any], timeout_s: float = 20.0) -> list[Any]:
+def comms_on_star(
+    sites: int,
+    body: Callable[[Any], Any],
+    timeout_s: float = 20.0,
+    settings: dict[str, Any] | None = None,
+) -> list[Any]:
     """Runs body(comm) on every site."""
     timeout = timedelta(seconds=timeout_s)
-    return on_star(sites, lambda rank, one: body(one.open(CPU, timeout=timeout)))
+    return on_star(sites, lambda rank, one: body(one.open(CPU, timeout=timeout)), settings)
 
 
 def groups_on_star(

@@ -156,22 +156,6 @@ class StarCost:
         return {Route.GATHER: 1, Route.TWO_WAY: 2, Route.REDUCE: 2}[way]
 
 
-@dataclass(frozen=True)
-class BlindStarCost(StarCost):
-    """Costs of a hub that must not read what it relays, and so cannot sum.
-
-    An all-reduce becomes an all-gather, after which every site sums by itself.
-    """
-
-    def all_reduce(self, nbytes: int) -> Traffic:
-        """Returns the traffic of an all-gather of the tensor."""
-        return self.all_gather(nbytes, (self.sites - 1) * nbytes)
-
-    def share(self, nbytes: float, way: Route) -> float:
-        """Returns the gathered bytes that equal `nbytes` sent this way: sums are gathered."""
-        return nbytes if way == Route.REDUCE else super().share(nbytes, way)
-
-
 def adds_up(cost: CostModel, nbytes: int) -> bool:
     """True if sites of a process group add up a sum themselves: two in one round, more in two."""
     return isinstance(cost, RingCost) and cost.sites > 1 and 0 < nbytes <= cost.added_bytes

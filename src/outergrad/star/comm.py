@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outergrad.comm.cost import BlindStarCost, StarCost
+from outergrad.comm.cost import StarCost
 from outergrad.comm.work import Ready
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.core.transport import Comm, Enough
@@ -17,8 +17,11 @@ from outergrad.star.arrivals import Arrival
 from outergrad.star.board import AT_END, AT_EXIT, StarBoard
 from outergrad.star.frames import ALL, Kind, Place
 from outergrad.star.line import Line
+from outergrad.star.masked_sums import ExactSum, MaskedSums
+from outergrad.star.rounded_sums import RoundedSum, masked_sum
 from outergrad.star.sealing import TAG_BYTES, Seal
-from outergrad.star.sums import added, coded
+from outergrad.star.sums import coded
+from outergrad.star.units import Units
 
 _WORD = "word"
 """Name of the text that a site leaves when it aborts."""
@@ -32,7 +35,7 @@ class StarComm(Comm):
         key: shared by the sessions on that line.
         device: of the tensors.
         patience_s: timeout of a message, seconds.
-        seal: encrypts messages, if the hub must not read them: then every site sums by itself.
+        seal: encrypts messages and masks sums, if the hub must not read them.
         min_sites: least number of sites that go on without others; None if they do not.
         way: how messages travel, in words.
     """
@@ -51,19 +54,30 @@ class StarComm(Comm):
         self.key = key
         self.rank, self.world_size = line.rank, len(line.names)
         self.names, self.epoch, self.min_sites = line.names, line.epoch, min_sites
-        self.cost = (StarCost if seal is None else BlindStarCost)(self.world_size)
+        self.cost = StarCost(self.world_size)
         self.patience_s, self.way = patience_s, way
         self.sent_bytes = self.received_bytes = 0
+        self._masked, self._units = None, Units()
+        if seal is not None:
+            self._masked = MaskedSums(line, seal.masks(), patience_s, self._book_sum)
         if self.world_size > 1 or min_sites is not None:  # else nobody could come back
             self.board = StarBoard(line, patience_s, seal)
 
-    def all_reduce(self, t: Tensor) -> StarWork | Ready:
-        """Sums t in place over the sites in rank order, in 64 bits, at the hub or (sealed) here."""
-        self._book(*self.cost.all_reduce(t.nbytes))
+    def sum_rounds(self, nbytes: int) -> int:
+        """Returns 2 for a sum whose steps the sites may have to agree on before."""
+        return 2 if self._masked is not None and self.world_size > 1 and nbytes else 1
+
+    def take_turn(self, turn: int) -> None:
+        """Notes that a step begins or has ended: sums of floats are rounded as in the last one."""
+        self._units.take_turn(turn)
+
+    def all_reduce(self, t: Tensor) -> StarWork | ExactSum | RoundedSum | Ready:
+        """Sums t in place over the sites at the hub: in rank order and 64 bits, or under masks."""
         if self.world_size == 1 or not t.numel():
             return Ready(t)
-        if self._seal is not None:
-            return self._added_here(t)
+        if self._masked is not None:
+            return masked_sum(self._masked, self._units, t)
+        self._book_sum(t.nbytes)
         place = self._line.place(Kind.SUM, 0, dtype=coded(_name(t)))
         arrival = self._line.expect(place, {ALL: t.nbytes})
         self._line.send(place, _bytes(t))
@@ -169,22 +183,6 @@ class StarComm(Comm):
             payload = self._seal.sealed(place, payload, recipient)
         self._line.send(place, payload, recipient)
 
-    def _added_here(self, t: Tensor) -> StarWork:
-        """Sums t on this site, to the same bits as a hub would, which must not read it."""
-        place = self._line.place(Kind.GATHER, 0)
-        arrival = self._line.expect(
-            place, self._expected([t.numel()] * self.world_size, t.itemsize)
-        )
-        self._send(place, t)
-        own, dtype = _bytes(t), coded(_name(t))
-
-        def summed(rooms: Mapping[int, np.ndarray]) -> Tensor:
-            parts = {self.rank: own, **{site: room.data for site, room in rooms.items()}}
-            total = added([parts[site] for site in sorted(parts)], dtype)
-            return _copy_into(t, np.frombuffer(bytearray(total), np.uint8))
-
-        return self._work(place, arrival, summed)
-
     def _in_order(self, own: Tensor) -> Callable[[Mapping[int, np.ndarray]], list[Tensor]]:
         def found(rooms: Mapping[int, np.ndarray]) -> list[Tensor]:
             parts = [own.new_empty(0)] * self.world_size
@@ -194,6 +192,9 @@ class StarComm(Comm):
             return parts
 
         return found
+
+    def _book_sum(self, nbytes: int) -> None:
+        self._book(*self.cost.all_reduce(nbytes))
 
     def _book(self, sent: int, received: int) -> None:
         self.sent_bytes += sent

@@ -1,14 +1,16 @@
-"""End-to-end encryption between sites: the hub relays messages that it cannot read.
+"""End-to-end encryption between sites: the hub relays and adds up what it cannot read.
 
 Each site draws a key pair for key agreement (X25519) and signs the public key with the key of its
 certificate, so that the others know its owner. It then shares a secret with each other site, with
-which it sends them the key that encrypts its messages to all (AES-GCM).
+which it sends them the key that encrypts its messages to all (AES-GCM). Keys for the masks of sums
+(`masks.py`) are derived from these two.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import secrets
 import struct
 from collections.abc import Mapping, Sequence
 
@@ -22,9 +24,11 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from outergrad.core.errors import ExchangeError
 from outergrad.star.authority import Kit, check_site, read_certificate
 from outergrad.star.frames import ALL, Place
+from outergrad.star.masks import Masks
 
 TAG_BYTES = 16
 """Bytes by which a sealed message is longer."""
+_KEY_BYTES = 32
 _NONCE = struct.Struct("!BBHQ")
 _WAY = ec.ECDSA(hashes.SHA256())
 
@@ -45,6 +49,8 @@ class Seal:
         self._private, self._key = X25519PrivateKey.generate(), AESGCM.generate_key(256)
         self._own = AESGCM(self._key)
         self._pairs: dict[int, AESGCM] = {}
+        self._masks: dict[int, bytes] = {}
+        self._keys = {rank: self._key}
         self._senders = {rank: self._own}
 
     def announcement(self) -> str:
@@ -61,7 +67,10 @@ class Seal:
             ValueError: a key is not of the site under whose name it came.
         """
         for rank, announcement in announcements.items():
-            self._pairs[rank] = self._pair(rank, announcement)
+            shared = self._shared(rank, announcement)
+            ranks = struct.pack("!HH", *sorted((rank, self._rank)))
+            self._pairs[rank] = AESGCM(self._derived(shared, ranks))
+            self._masks[rank] = self._derived(shared, ranks + b"masks")
         wrapped = {
             rank: _text(pair.encrypt(self._nonce_of_key(self._rank), self._key, self._about))
             for rank, pair in self._pairs.items()
@@ -78,7 +87,7 @@ class Seal:
             try:
                 wrapped = base64.b64decode(json.loads(told)[str(self._rank)])
                 key = self._pairs[rank].decrypt(self._nonce_of_key(rank), wrapped, self._about)
-                self._senders[rank] = AESGCM(key)
+                self._senders[rank], self._keys[rank] = AESGCM(key), key
             except (InvalidTag, ValueError, TypeError, KeyError) as error:
                 raise ValueError(f"the key of {self._names[rank]!r} cannot be read") from error
 
@@ -107,7 +116,18 @@ class Seal:
             told = f"what came from {self._names[sender]} was not encrypted by it"
             raise ExchangeError(told, (sender,)) from None
 
-    def _pair(self, rank: int, announcement: str) -> AESGCM:
+    def masks(self) -> Masks:
+        """Returns the masks of this site's sums.
+
+        A site whose key has not come is gone, and no sum comes out any more. What this one sends is
+        hidden all the same, by numbers that nobody else has.
+        """
+        others = (rank for rank in range(len(self._names)) if rank != self._rank)
+        pairs = {rank: self._masks.get(rank) or secrets.token_bytes(_KEY_BYTES) for rank in others}
+        of_all = self._keys.get(0) or secrets.token_bytes(_KEY_BYTES)
+        return Masks(pairs, self._derived(of_all, b"masks of all"), self._rank)
+
+    def _shared(self, rank: int, announcement: str) -> bytes:
         name = self._names[rank]
         try:
             told = json.loads(announcement)
@@ -117,12 +137,13 @@ class Seal:
             signer = certificate.public_key()
             assert isinstance(signer, ec.EllipticCurvePublicKey)
             signer.verify(signature, self._signed(rank, public), _WAY)
-            shared = self._private.exchange(X25519PublicKey.from_public_bytes(public))
+            return self._private.exchange(X25519PublicKey.from_public_bytes(public))
         except (ValueError, TypeError, KeyError, AssertionError, InvalidSignature) as error:
             raise ValueError(f"what came as the key of {name!r} is not its own") from error
-        ranks = struct.pack("!HH", *sorted((rank, self._rank)))
-        derived = HKDF(hashes.SHA256(), 32, salt=None, info=self._about + ranks)
-        return AESGCM(derived.derive(shared))
+
+    def _derived(self, shared: bytes, use: bytes) -> bytes:
+        """Returns the key that sites derive from a secret for a use."""
+        return HKDF(hashes.SHA256(), _KEY_BYTES, salt=None, info=self._about + use).derive(shared)
 
     def _signed(self, rank: int, public: bytes) -> bytes:
         return self._of(rank) + public

@@ -100,8 +100,9 @@ class Star:
         kit: file that `outergrad hub invite SITE` has written for this site; None for the file that
             `outergrad site --kit` was given.
         wait_s: seconds to wait until all sites have come.
-        blind: whether the hub must not read what it relays. Sites then encrypt messages for each
-            other, and sum by themselves what the hub would sum: dense gradients are gathered.
+        blind: whether the hub must not read what it relays and sums. Sites then encrypt messages
+            for each other, and add masks to what the hub sums. Floats are rounded for that
+            (docs/institutions.md).
         when_lost: "raise" an `og.SiteLostError` on the others when a site stays away, or "go on"
             without it. The step under way then counts on all sites that are left, or on none. All
             of them raise `og.SitesChangedError` once, in this step if it counts on none and in the
@@ -243,7 +244,8 @@ class _Line:
         """Description of how messages travel, for people."""
         way = f"a hub at {self._star.hub or self._kit.hub}, over mutual TLS; "
         if self._star.blind:
-            return f"{way}sites encrypt for each other (X25519, AES-GCM): the hub cannot read it"
+            how = "sites encrypt for each other (X25519, AES-GCM) and mask sums (AES-CTR)"
+            return f"{way}{how}: the hub cannot read it"
         return f"{way}the hub could read what passes through it"
 
     def go_on(self, sites: Sequence[int], coming: Sequence[str] = ()) -> _Line:

@@ -1,25 +1,34 @@
-"""blind=True: the hub relays what it cannot read, and the results are the same to the bit."""
+"""blind=True: the hub relays and adds up what it cannot read."""
 
 from __future__ import annotations
 
+import copy
+import math
+from collections import defaultdict
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from test_own_transport import METHODS, build, train
+from torch import nn
 
 import outergrad as og
 from cases import relative_error
 from outergrad.core.errors import ExchangeError
 from outergrad.star.authority import new_authority, new_site, read_kit
-from outergrad.star.frames import Kind, Place
+from outergrad.star.frames import Kind, Place, Stream, Welcome, unpacked
+from outergrad.star.line import Line
+from outergrad.star.masked_sums import FIRST, MaskedSums
+from outergrad.star.masks import NONCE_BYTES, Masks
 from outergrad.star.run import Run
 from outergrad.star.sealing import Seal
+from seeding import seed
 from stars import NAMES, folder, kit_of, on_star
 
 BLIND = {"blind": True}
-BY_COST = {"rank-dad sums"}
-"""Where it depends on what sums cost whether a layer travels dense."""
+SUMMED = {"dense", "rank-dad sums"}
+"""What the hub adds up: rounded to 56 binary digits and more below the largest number."""
 
 
 @pytest.mark.parametrize("name", ["dense", "dad forced", "rank-dad two ways", "rank-dad sums"])
@@ -27,14 +36,16 @@ def test_gradients_are_those_of_a_hub_that_reads(name):
     def body(rank, one):
         model = build()
         session = og.distribute(model, METHODS[name], transport=one)
-        found = list(train(model, rank, range(2)))
+        found = list(train(model, rank))
         session.detach()
         return found
 
-    for mine, theirs in zip(on_star(3, body, BLIND), on_star(3, body), strict=True):
+    around = on_star(3, body, BLIND)
+    for mine, theirs in zip(around, on_star(3, body), strict=True):
         for step, gradients in enumerate(mine):
+            assert all(map(torch.equal, gradients, around[0][step]))
             for pair in zip(gradients, theirs[step], strict=True):
-                assert torch.equal(*pair) or (name in BY_COST and relative_error(*pair) < 1e-12)
+                assert torch.equal(*pair) or (name in SUMMED and relative_error(*pair) < 1e-12)
 
 
 def seen_by_the_hub(monkeypatch, settings):
@@ -117,3 +128,99 @@ def test_a_key_of_another_run_site_or_authority_is_refused():
     with pytest.raises(ValueError, match="the key of 'site-b' is not its own"):
         one.meet({1: Seal(forged, NAMES[:2], 1, 1).announcement()})
     one.meet({1: other.announcement()})
+
+
+def test_sums_are_hidden_by_keys_of_all_sites_or_not_at_all():
+    one, other = met(*seals())
+    numbers = [np.arange(1000, dtype=np.int32) for _ in range(2)]
+    for seal, own in zip((one, other), numbers, strict=True):
+        seal.masks().hide(own, bytes(NONCE_BYTES))
+    for seal in (one, other):
+        total = seal.masks().shown(sum(numbers), bytes(NONCE_BYTES))
+        assert np.array_equal(total, 2 * np.arange(1000))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_site_that_met_nobody_hides_what_it_sends_all_the_same(rank):
+    own = np.zeros(1000, np.int32)
+    seals()[rank].masks().hide(own, bytes(NONCE_BYTES))
+    assert np.count_nonzero(own) > 990
+
+
+class Branches(nn.Module):
+    """One that can leave out a layer, whose gradient is then undefined or zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x, scale, way):
+        first = self.first(x).square().mean() * scale
+        return first if way == "first" else first + self.second(x).square().mean() * scale
+
+
+seed(0)
+BRANCHES = Branches()
+SCALES = (1.0, 65536.0, 1e-6, math.inf, 1.0, 1e9)
+
+
+def steps_of_all_kinds(rank, one):
+    """Gradients of scaled losses; one site leaves out a layer, in every other step."""
+    model = copy.deepcopy(BRANCHES)
+    session = og.distribute(model, og.Dense(), transport=one)
+    x, found = torch.arange(12.0).view(2, 6) / 12 + rank, []
+    for step, scale in enumerate(SCALES):
+        model.zero_grad()
+        model(x, scale, "first" if rank == 1 and step % 2 else "both").backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    session.detach()
+    return found
+
+
+def test_steps_of_all_kinds_go_as_around_a_hub_that_reads():
+    around = on_star(3, steps_of_all_kinds, BLIND)
+    for mine, theirs in zip(around, on_star(3, steps_of_all_kinds), strict=True):
+        for scale, gradients, others in zip(SCALES, mine, theirs, strict=True):
+            for one, other in zip(gradients, others, strict=True):
+                assert torch.equal(one.isfinite(), other.isfinite())
+                if math.isfinite(scale):
+                    assert relative_error(one, other) < 1e-6
+    assert all(
+        torch.equal(one.nan_to_num(), other.nan_to_num())
+        for site in around[1:]
+        for step, same in zip(site, around[0], strict=True)
+        for one, other in zip(step, same, strict=True)
+    )
+
+
+def test_no_mask_is_used_twice(monkeypatch):
+    """Also where steps start again, and sums are made again in another unit."""
+    used, hide = defaultdict(list), Masks.hide
+
+    def note(masks, numbers, nonce):
+        used[masks].append(nonce[:2] + nonce[4:])  # with another unit, too
+        hide(masks, numbers, nonce)
+
+    monkeypatch.setattr(Masks, "hide", note)
+    on_star(3, steps_of_all_kinds, BLIND)
+    assert len(used) == 3
+    for nonces in used.values():
+        assert len(nonces) > 2 * len(SCALES)
+        assert len(set(nonces)) == len(nonces)
+
+
+def test_a_message_that_is_sent_again_has_the_same_bytes():
+    """After a stream has ended before the hub had the message."""
+    line = Line()
+
+    def sums_on_a_new_stream():
+        stream = Stream()
+        line.take(stream, Welcome(1, 0, NAMES[:2], heard=0, grace_s=1.0).frame().packed())
+        messages = line.messages(stream)
+        next(messages)  # its greeting
+        return (f for message in messages for f in unpacked(message) if f.kind == Kind.SUM)
+
+    before = sums_on_a_new_stream()
+    sums = MaskedSums(line, met(*seals())[0].masks(), 1.0, book=lambda _: None)
+    sums.start(FIRST, sums.number(), np.zeros(1000, np.int32))
+    assert next(before) == next(sums_on_a_new_stream())

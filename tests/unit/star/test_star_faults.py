@@ -25,11 +25,12 @@ TIMEOUT = timedelta(seconds=20)
 
 
 @pytest.fixture
-def shaky():
+def shaky(request):
     """A hub for two sites, the second behind a network that may fail."""
+    settings = getattr(request, "param", {})
     with hub(2, grace_s=3.0) as server:
         proxy = Proxy(server.port)
-        stars = [star(server, 0), star(server, 1, proxy.port)]
+        stars = [star(server, 0, **settings), star(server, 1, proxy.port, **settings)]
         yield stars, proxy
         for one in stars:
             one.close()
@@ -45,6 +46,7 @@ def opened(stars, timeout=TIMEOUT):
     return both(lambda one: one.open(CPU, timeout=timeout), stars)
 
 
+@pytest.mark.parametrize("shaky", [{}, {"blind": True}], indirect=True, ids=["usual", "blind"])
 def test_cuts_in_the_middle_of_everything_lose_nothing(shaky):
     """Long and short messages of all kinds, while the line is cut many times."""
     stars, proxy = shaky

@@ -164,8 +164,9 @@ def test_with_fewer_than_wanted_all_raise():
 
 
 @pytest.mark.slow
-def test_the_hub_that_must_not_read_cannot_read_what_those_send_that_are_left():
-    first, second, _ = run(3, og.DAD(always=True), blind=True)
+@pytest.mark.parametrize("name", ["dad forced", "dense"])
+def test_those_that_are_left_go_on_around_a_hub_that_must_not_read(name):
+    first, second, _ = run(3, METHODS[name], blind=True)
     assert_alike(first, second)
     assert_pooled(first[0], voids_of(first[0]), [range(3), range(2)])
 
