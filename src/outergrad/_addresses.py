@@ -75,9 +75,19 @@ def read_host(text: str, called: str = "") -> str:
 
 def loopback() -> str:
     """Returns the address by which this machine reaches itself: ::1 if it has IPv6 alone."""
-    with suppress(OSError), socket.create_server(("127.0.0.1", 0)):
+    with suppress(OSError), listen_at("127.0.0.1"):
         return "127.0.0.1"
     return "::1"
+
+
+def listen_at(number: str) -> socket.socket:
+    """Listens at an address of this machine, IPv4 or IPv6, on a port that the system chooses.
+
+    Raises:
+        OSError: it is no address of this machine.
+    """
+    family = socket.AF_INET6 if ":" in number else socket.AF_INET
+    return socket.create_server((number, 0), family=family)
 
 
 def _host(text: str) -> str:

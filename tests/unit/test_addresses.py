@@ -84,7 +84,7 @@ def test_a_host_alone_has_no_port(text):
 def test_a_machine_without_ipv4_reaches_itself_by_ipv6(monkeypatch):
     assert loopback() == "127.0.0.1"
 
-    def none(*_: object) -> None:
+    def none(*_: object, **__: object) -> None:
         raise OSError
 
     monkeypatch.setattr(socket, "create_server", none)

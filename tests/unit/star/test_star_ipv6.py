@@ -15,6 +15,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import outergrad as og
+from ipv6 import needs_ipv6
 from outergrad._addresses import Address
 from outergrad.star import reach
 from outergrad.star.authority import read_kit
@@ -24,17 +25,6 @@ from outergrad.star.sentences import sentence
 from outergrad.star.server import HubServer, refuse_taken
 from outergrad.tools.commands.app import app
 from stars import CPU
-
-
-def has_ipv6() -> bool:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
-
-
-needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback, ::1")
 
 
 @pytest.fixture(scope="module")

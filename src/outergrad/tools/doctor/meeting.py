@@ -15,8 +15,10 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from outergrad._addresses import Address, loopback, read_address
 from outergrad.comm.board import StoreBoard, bounded
 from outergrad.launch.errors import RecipeError
+from outergrad.launch.start import master_host
 from outergrad.tools.doctor.findings import Finding, Level, named, note, ok, problem, warning
 
 T = TypeVar("T")
@@ -104,7 +106,7 @@ class Meeting:
             )
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return str(Address(self.host, self.port))
 
 
 def meeting_from(environment: Mapping[str, str]) -> Meeting:
@@ -122,7 +124,7 @@ def meeting_from(environment: Mapping[str, str]) -> Meeting:
     return Meeting(
         rank=integer("RANK"),
         sites=integer("WORLD_SIZE"),
-        host=environment["MASTER_ADDR"],
+        host=master_host(environment),
         port=integer("MASTER_PORT", str(PORT)),
         hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=integer("TORCHELASTIC_RESTART_COUNT", "0"),
@@ -130,11 +132,14 @@ def meeting_from(environment: Mapping[str, str]) -> Meeting:
 
 
 def meeting_at(master: str, rank: int, sites: int) -> Meeting:
-    """Parses ``--master``, e.g. ``10.0.0.1:29500``."""
-    host, _, port = master.rpartition(":") if ":" in master else (master, "", str(PORT))
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise RecipeError(f"--master must look like 10.0.0.1:{PORT}, not {master!r}")
-    return Meeting(rank=rank, sites=sites, host=host.strip("[]"), port=int(port), by_hand=True)
+    """Parses ``--master``, e.g. ``10.0.0.1:29500`` or ``[fd00::1]``."""
+    try:
+        host, port = read_address(master, PORT, called="--master=")
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+    if port == 0:
+        raise RecipeError(f"--master={master!r} has port 0, at which nobody listens: try {PORT}")
+    return Meeting(rank=rank, sites=sites, host=host, port=port, by_hand=True)
 
 
 def open_store(meeting: Meeting, timeout_s: float, tell: Tell = lambda _: None) -> Store:
@@ -142,10 +147,10 @@ def open_store(meeting: Meeting, timeout_s: float, tell: Tell = lambda _: None) 
     until_s = time.monotonic() + timeout_s
     store = None
     if meeting.rank == 0 and not meeting.hosted:
-        # Its own client uses 127.0.0.1; below it finds out whether the address leads here, too.
+        # Its own client uses the loopback; below it finds out whether the address leads here, too.
         said = f"site 0 cannot listen on port {meeting.port}: another program has it"
         remedy = "end that program, or choose another port at every site"
-        store = _tcp_store("127.0.0.1", meeting.port, UnmetError(said, remedy), serves=True)
+        store = _tcp_store(loopback(), meeting.port, UnmetError(said, remedy), serves=True)
     tell(f"trying to reach {meeting}")
     while True:
         limit_s = max(0.1, min(until_s - time.monotonic(), _STORE_S))
