@@ -152,21 +152,29 @@ def open_store(meeting: Meeting, timeout_s: float, tell: Tell = lambda _: None) 
         remedy = "end that program, or choose another port at every site"
         store = _tcp_store(loopback(), meeting.port, UnmetError(said, remedy), serves=True)
     tell(f"trying to reach {meeting}")
+    answers = ""
     while True:
         limit_s = max(0.1, min(until_s - time.monotonic(), _STORE_S))
         try:
             with suppress(ConnectionResetError):  # somebody is there
-                socket.create_connection((meeting.host, meeting.port), limit_s).close()
+                answers = _answering(meeting, limit_s)
             break
         except OSError as error:
             if time.monotonic() + _RETRY_S > until_s:
                 raise UnmetError(*why_unreachable(meeting, error, timeout_s)) from error
         time.sleep(_RETRY_S)
     if store is None:
-        said = f"something listens at {meeting}, but it is not site 0 of a training"
-        remedy = "choose another port at every site, one that no other program uses"
-        store = _tcp_store(meeting.host, meeting.port, UnmetError(said, remedy))
+        unmet = UnmetError(*why_no_store(meeting, answers))
+        store = _tcp_store(meeting.host, meeting.port, unmet)
     return PrefixStore(f"outergrad-doctor/{meeting.attempt}", store)
+
+
+def _answering(meeting: Meeting, limit_s: float) -> str:
+    """Returns which address of site 0 answers; empty if it hangs up at once."""
+    line = socket.create_connection((meeting.host, meeting.port), limit_s)
+    with line, suppress(OSError):
+        return line.getpeername()[0]
+    return ""
 
 
 def _tcp_store(host: str, port: int, unmet: UnmetError, *, serves: bool = False) -> Store:
@@ -177,6 +185,17 @@ def _tcp_store(host: str, port: int, unmet: UnmetError, *, serves: bool = False)
         )
     except (RuntimeError, TimeoutError) as error:
         raise unmet from error
+
+
+def why_no_store(meeting: Meeting, answers: str) -> tuple[str, str]:
+    """Explains why PyTorch finds no store where an address answers; returns that, and a remedy."""
+    first = str(socket.getaddrinfo(meeting.host, meeting.port, type=socket.SOCK_STREAM)[0][4][0])
+    if answers not in ("", first):
+        said = f"{first}, the first address of {meeting.host}, is silent: PyTorch waits for it in "
+        said += f"vain, and does not try {answers}, which answers"
+        return said, f"write {answers} instead of the name, at every site"
+    said = f"something listens at {meeting}, but it is not site 0 of a training"
+    return said, "choose another port at every site, one that no other program uses"
 
 
 def why_unreachable(meeting: Meeting, error: OSError, timeout_s: float) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from outergrad.tools.doctor.meeting import (
     meeting_at,
     meeting_from,
     open_store,
+    why_no_store,
     why_unreachable,
 )
 
@@ -110,6 +111,18 @@ def test_the_port_is_taken():
 def test_site_0_with_another_machines_address():
     said, _ = why_unreachable(meeting_at("10.0.0.9", 0, 2), TimeoutError(), 5)
     assert "site 0 cannot reach itself at 10.0.0.9:29500" in said
+
+
+def test_a_name_whose_first_address_is_silent(monkeypatch):
+    places = [(0, 0, 0, "", (number, 29500)) for number in ("fd00::9", "10.0.0.9")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
+    meeting = meeting_at("hospital-a", 1, 2)
+    said, remedy = why_no_store(meeting, "10.0.0.9")
+    assert said.startswith("fd00::9, the first address of hospital-a, is silent")
+    assert "10.0.0.9" in remedy
+    for first in ("fd00::9", ""):
+        said, _ = why_no_store(meeting, first)
+        assert "not site 0 of a training" in said
 
 
 def test_a_silent_address_means_a_firewall():
