@@ -13,7 +13,7 @@ from typing import Any
 from outergrad._addresses import Address, read_address
 from outergrad.star.authority import Kit, now, read_certificate
 
-_LIMIT_S = 3.0
+_LIMIT_S, _LEAST_S = 3.0, 1.0
 _NO_WAY, _SILENT, _REFUSED, _ANSWERED = range(4)
 _OTHER_NAME = {62, 64}
 """OpenSSL's codes of a certificate for another name or address."""
@@ -45,7 +45,7 @@ def obstacle(address: str, kit: Kit, limit_s: float = _LIMIT_S) -> Obstacle | No
     Args:
         address: host and port of the hub.
         kit: of the site.
-        limit_s: timeout of each part of the call, seconds; the addresses share it.
+        limit_s: timeout of each part of the call, seconds; several addresses share it.
     """
     if read_certificate(kit.certificate).not_valid_after_utc < now():
         return Obstacle("the certificate in the kit has expired: ask for a new kit", lasts=True)
@@ -55,7 +55,8 @@ def obstacle(address: str, kit: Kit, limit_s: float = _LIMIT_S) -> Obstacle | No
     except socket.gaierror:
         told = f"the name {hub.host} is not known here: check it, and this machine's DNS"
         return Obstacle(told)
-    met = [_at(place[0], hub, kit, limit_s / len(found)) for *_, place in found]
+    each_s = max(limit_s / len(found), min(limit_s, _LEAST_S))
+    met = [_at(place[0], hub, kit, each_s) for *_, place in found]
     return None if None in met else _farthest([one for one in met if one is not None])
 
 

@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from cryptography import x509
 from torch import nn
 from typer.testing import CliRunner
 
@@ -18,7 +19,7 @@ import outergrad as og
 from ipv6 import needs_ipv6
 from outergrad._addresses import Address
 from outergrad.star import reach
-from outergrad.star.authority import read_kit
+from outergrad.star.authority import read_certificate, read_kit
 from outergrad.star.folder import HubFolder
 from outergrad.star.reach import Obstacle, obstacle
 from outergrad.star.sentences import sentence
@@ -45,6 +46,14 @@ def listening(made: HubFolder, listen: str, sites: str = "ab", **settings) -> It
         yield server
     finally:
         server.stop()
+
+
+def test_certificates_have_the_shortest_form_of_a_number(made):
+    extensions = read_certificate(made.identity("hub").certificate).extensions
+    names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    numbers = [str(one) for one in names.get_values_for_type(x509.IPAddress)]
+    assert numbers == ["::1", "2001:db8::1"]
+    assert names.get_values_for_type(x509.DNSName) == ["localhost"]
 
 
 def trained(address: str, kit: str) -> torch.Tensor:
