@@ -10,6 +10,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from ipv6 import add_ipv6, address_of, needs_ipv6
 from outergrad.launch.links import ShapedLink, what_is_missing
 from outergrad.launch.namespaces import namespaces
 from outergrad.tools.commands.app import app
@@ -62,12 +64,17 @@ class Terminal:
     Args:
         namespace: Name of the namespace.
         words: Of the command, behind `outergrad`.
+        hosts: File with the names that are known there; None for those of this machine.
     """
 
-    def __init__(self, namespace: str, *words: str) -> None:
+    def __init__(self, namespace: str, *words: str, hosts: Path | None = None) -> None:
         self._lines: list[tuple[float, str]] = []
         own, end = pty.openpty()
-        command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "outergrad", *words]
+        command = [sys.executable, "-m", "outergrad", *words]
+        if hosts is not None:  # the command has a view of its own of the file system
+            bound = f"mount --bind {hosts} /etc/hosts && exec {shlex.join(command)}"
+            command = ["sh", "-c", bound]
+        command = ["ip", "netns", "exec", namespace, *command]
         settings = {"stdin": end, "stdout": end, "stderr": end, "start_new_session": True}
         self._process = subprocess.Popen(command, **settings)
         os.close(end)
@@ -128,10 +135,10 @@ def kit_for(address: str, path: Path) -> str:
     return str(path)
 
 
-def site(namespace: str, kit: str) -> tuple[Terminal, float]:
+def site(namespace: str, kit: str, hosts: Path | None = None) -> tuple[Terminal, float]:
     """Starts a site; returns its terminal, and when it has called its hub."""
     began = time.monotonic()
-    terminal = Terminal(namespace, "site", "--kit", kit, "train.py")
+    terminal = Terminal(namespace, "site", "--kit", kit, "train.py", hosts=hosts)
     return terminal, terminal.says("^calls the hub", began, START_S)
 
 
@@ -273,3 +280,58 @@ def test_a_site_says_why_it_does_not_reach_its_hub(network, tmp_path):
             open_[kit], at = site(at_a, kit)
             open_[kit].says(told, at)
             open_[kit].end()
+
+
+@needs_namespaces
+@needs_ipv6
+@pytest.mark.timeout(600)
+@pytest.mark.slow
+@pytest.mark.alone
+def test_hospitals_train_where_there_is_ipv6_alone(network):
+    at_hub, at_a, at_b, _ = network
+    add_ipv6(network, alone=0)
+    address = f"[{address_of(0)}]:8443"
+    command("hub", "init", "six", "--address", address)
+    for name in ("hospital-a", "hospital-b"):
+        command("hub", "invite", name, "--folder", "six", "--out", f"{name}.six")
+    with terminals() as open_:
+        began = time.monotonic()
+        hub = open_["hub"] = Terminal(at_hub, "hub", "serve", "--folder", "six")
+        hub.says("listens on port 8443 for hospital-a, hospital-b", began, START_S)
+        a, at = site(at_a, "hospital-a.six")
+        open_["a"] = a
+        hub.says(f"hospital-a joins from {address_of(1)}", at)
+        b, at = site(at_b, "hospital-b.six")
+        open_["b"] = b
+        hub.says(f"hospital-b joins from {address_of(2)}", at)
+        for one in (a, b):
+            one.says("^step", at, START_S)
+        at = hub.end(signal.SIGINT)
+        told = re.escape(f"the hub at {address} is out of reach: nobody listens on port 8443")
+        for one in (a, b):
+            one.says(told, at)
+
+
+@needs_namespaces
+@needs_ipv6
+@pytest.mark.timeout(600)
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize("silent", ["IPv6", "IPv4"])
+def test_a_hub_is_reached_if_one_address_of_its_name_is_silent(network, tmp_path, silent):
+    at_hub, at_a, *_ = network
+    add_ipv6(network)
+    of_hub, of_site = ("10.77.0.1", address_of(0)), ("10.77.0.2", address_of(1))
+    hosts = tmp_path / "hosts"
+    hosts.write_text("".join(f"{number} hub.test\n" for number in of_hub))
+    command("hub", "init", "both", "--address", "hub.test:8443")
+    command("hub", "invite", "hospital-a", "--folder", "both", "--out", "hospital-a.both")
+    # The hub hears the calls to this address, and its answers go nowhere.
+    nowhere = ["ip", "-n", at_hub, "route", "add", "blackhole", of_site[silent == "IPv6"]]
+    subprocess.run(nowhere, check=True)
+    with terminals() as open_:
+        began = time.monotonic()
+        hub = open_["hub"] = Terminal(at_hub, "hub", "serve", "--folder", "both")
+        hub.says("listens on port 8443 for hospital-a", began, START_S)
+        open_["a"], at = site(at_a, "hospital-a.both", hosts)
+        hub.says(f"hospital-a joins from {of_site[silent == 'IPv4']}", at, 4.0)

@@ -17,12 +17,28 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError  # pyright: ignore[reportPrivateImportUsage]
 
+from outergrad._addresses import Address
 from outergrad.launch.errors import RecipeError, SiteError
 from outergrad.launch.processes import error_text, run_processes
 from outergrad.launch.traffic import stay_on_loopback
 
 _POLL_S = 0.02
 _SERVED = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+def master_host(environment: Mapping[str, str]) -> str:
+    """Returns the host that MASTER_ADDR names.
+
+    Raises:
+        RecipeError: It stands in brackets, which PyTorch takes for a part of a name.
+    """
+    host = environment["MASTER_ADDR"]
+    if host.startswith("["):
+        raise RecipeError(
+            f"MASTER_ADDR={host} has brackets, which PyTorch takes for a part of a name: set it to "
+            f"{host.strip('[]')}"
+        )
+    return host
 
 
 def shared_store(environment: Mapping[str, str], timeout: timedelta) -> Store:
@@ -34,18 +50,18 @@ def shared_store(environment: Mapping[str, str], timeout: timedelta) -> Store:
     """
     if "MASTER_ADDR" not in environment or "MASTER_PORT" not in environment:
         raise RecipeError("RANK is set but MASTER_ADDR or MASTER_PORT is not: set them to site 0's")
-    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    address = Address(master_host(environment), int(environment["MASTER_PORT"]))
     holds = environment["RANK"] == "0" and environment.get(_SERVED) != "True"
     try:
-        return TCPStore(address, port, int(environment["WORLD_SIZE"]), holds, timeout)
+        return TCPStore(*address, int(environment["WORLD_SIZE"]), holds, timeout)
     except DistNetworkError as error:
         if "EADDRINUSE" in str(error):
             raise RecipeError(
-                f"port {port} is taken by another program: choose another MASTER_PORT, the same "
-                f"at every site"
+                f"port {address.port} is taken by another program: choose another MASTER_PORT, the "
+                f"same at every site"
             ) from None
         raise RecipeError(
-            f"site {environment['RANK']} does not reach site 0 at {address}:{port}: start it, and "
+            f"site {environment['RANK']} does not reach site 0 at {address}: start it, and "
             f"let `outergrad doctor` look at what is between them"
         ) from None
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from outergrad._addresses import loopback
+
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -29,8 +31,9 @@ def interfaces() -> Interfaces:
 
 
 def loopback_name() -> str | None:
-    """Returns the name of the interface that holds 127.0.0.1; None if not known."""
-    held = (name for name, addresses in interfaces().items() if "127.0.0.1" in addresses)
+    """Returns the name of the interface by which this machine reaches itself; None if not known."""
+    here = loopback()
+    held = (name for name, addresses in interfaces().items() if here in addresses)
     return next(held, None)
 
 

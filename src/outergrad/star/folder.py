@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from outergrad._addresses import read_address, read_host
 from outergrad._whole_files import write_whole
 from outergrad.star.authority import (
     DAYS,
@@ -64,22 +65,23 @@ class HubFolder:
         """Creates the folder, with a new authority and a new hub.
 
         Args:
-            address: host and port that sites dial.
-            hosts: other names and addresses by which sites reach the hub.
+            address: host and port that sites dial, as for `read_address`.
+            hosts: other names and addresses by which sites reach the hub, as for `read_host`.
 
         Raises:
-            ValueError: the address is not valid.
+            ValueError: one of them is not valid.
             OSError: the folder is not empty, or cannot be written.
         """
-        host = host_of(address)
+        hub = read_address(address, called="--address=")
+        names = [hub.host, *(read_host(host, called="--host=") for host in hosts)]
         self.path.mkdir(0o700, parents=True, exist_ok=True)
         if any(self.path.iterdir()):
             raise FileExistsError(errno.EEXIST, "there is something in it already", str(self.path))
         self.path.chmod(0o700)  # also a folder that was there before, with whatever mode
         authority = new_authority()
         self._write("authority", authority)
-        self._write("hub", new_hub(authority, list(dict.fromkeys([host, *hosts]))))
-        write_whole(self.path / _ADDRESS, address + "\n")
+        self._write("hub", new_hub(authority, list(dict.fromkeys(names))))
+        write_whole(self.path / _ADDRESS, f"{hub}\n")
         self._write_sites([])
 
     def invite(self, name: str, days: int = DAYS) -> Kit:
@@ -221,15 +223,3 @@ class HubFolder:
     def _write_sites(self, sites: Iterable[Site]) -> None:
         told = [vars(site) for site in sites]
         write_whole(self.path / _SITES, json.dumps(told, indent=1) + "\n")
-
-
-def host_of(address: str) -> str:
-    """Returns the host in an address.
-
-    Raises:
-        ValueError: the address has no port.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"{address!r} is no address: hub.example.org:8443 is one")
-    return host.strip("[]")

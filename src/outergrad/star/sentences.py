@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from urllib.parse import unquote
+
+from outergrad.star.connections import host_in
 
 Facts = Mapping[str, Any]
 LEFT = "it left"
@@ -48,7 +49,7 @@ def _joined(facts: Facts) -> str:
 
 def _from(facts: Facts) -> str:
     """Says where a site calls from; without the port, which is another one at each call."""
-    host = unquote(str(facts.get("peer", ""))).partition(":")[2].rpartition(":")[0].strip("[]")
+    host = host_in(str(facts.get("peer", "")))
     return f" from {host}" if host else ""
 
 

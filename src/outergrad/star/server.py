@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 from cryptography.x509 import Certificate
 
+from outergrad._addresses import Address, read_address
 from outergrad.star.authority import name_in, now, read_certificate
 from outergrad.star.connections import GREETING_S, Connections, Pace, host_in, most_connections
 from outergrad.star.folder import HubFolder
@@ -28,7 +29,7 @@ from outergrad.star.sentences import sentence
 from outergrad.star.window import WINDOW_BYTES
 
 
-def refuse_taken(listen: str) -> None:
+def refuse_taken(listen: Address) -> None:
     """Raises if the port cannot be used, by opening it for a moment.
 
     Args:
@@ -39,25 +40,19 @@ def refuse_taken(listen: str) -> None:
     """
     try:
         _open(listen)
-    except (OSError, ValueError) as error:
-        raise OSError(f"cannot listen on {listen} ({_why(error)}): use another --listen") from None
+    except OSError as error:
+        is_name = isinstance(error, socket.gaierror)
+        why = "the name is not known here" if is_name else os.strerror(error.errno or 0)
+        raise OSError(f"cannot listen on {listen} ({why}): use another --listen") from None
 
 
-def _open(listen: str) -> None:
-    host, _, number = listen.rpartition(":")
-    host, port = host.strip("[]"), int(number)
-    if not 0 <= port < 1 << 16:
-        raise ValueError("no port")
-    family = socket.getaddrinfo(host or None, port)[0][0]
-    both = host == "::" and socket.has_dualstack_ipv6()
-    with socket.create_server((host, port), family=family, dualstack_ipv6=both):
+def _open(listen: Address) -> None:
+    host, both = listen.host, listen.host == "::"
+    if both and not socket.has_dualstack_ipv6():  # a machine without IPv6: gRPC takes IPv4, too
+        host, both = "0.0.0.0", False
+    family = socket.getaddrinfo(host, listen.port)[0][0]
+    with socket.create_server((host, listen.port), family=family, dualstack_ipv6=both):
         pass
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, socket.gaierror) or not isinstance(error, OSError):
-        return "no address and port"
-    return os.strerror(error.errno or 0)
 
 
 SERVICE, METHOD = "outergrad.Star", "Line"
@@ -101,7 +96,7 @@ class HubServer:
         port: on which the hub listens.
 
     Raises:
-        ValueError: a site was not invited, or there is none.
+        ValueError: a site was not invited, or there is none; or `listen` is no address.
         OSError: the folder is no hub's, its log cannot be written, or the hub cannot listen.
     """
 
@@ -116,10 +111,11 @@ class HubServer:
         self._folder, self._say = folder, say
         self._roster = Roster(folder, sites, self._speak)
         names = self.names
-        refuse_taken(listen)
+        address = read_address(listen, called="--listen=")
+        refuse_taken(address)
         identity = folder.identity("hub")
         self._journal = Journal(folder.log_file, identity)
-        self._journal.write("started", listen=listen, sites=names)
+        self._journal.write("started", listen=str(address), sites=names)
         if self._journal.failure:
             raise OSError(f"{folder.log_file}: cannot be written: {self._journal.failure}")
         self._repeats = Repeats(self._tell)
@@ -147,7 +143,7 @@ class HubServer:
             [pair], folder.authority_certificate.encode(), require_client_auth=True
         )
         try:
-            self.port = self._server.add_secure_port(listen, credentials)
+            self.port = self._server.add_secure_port(str(address), credentials)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {listen}: {error}") from None
         self._watcher = threading.Thread(target=self._watch, name="hub watch", daemon=True)

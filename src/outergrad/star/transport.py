@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
+from outergrad._addresses import read_address
 from outergrad.core.packages import require
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ class Star:
     All sessions of a process with the same hub and kit share one connection.
 
     Args:
-        hub: host and port, as "hub.example.org:8443"; None for those in the kit.
+        hub: host and port, as "hub.example.org:8443" or "[2001:db8::1]:8443"; None for those in
+            the kit.
         kit: file that `outergrad hub invite SITE` has written for this site; None for the file that
             `outergrad site --kit` was given.
         wait_s: seconds to wait until all sites have come.
@@ -130,6 +132,8 @@ class Star:
             kinds = str if name == "hub" else str | os.PathLike
             if value is not None and not isinstance(value, kinds):
                 raise TypeError(f"og.Star: {name}={value!r}: pass a text, or None")
+        if self.hub is not None:
+            read_address(self.hub, called="og.Star: hub=")
         if type(self.wait_s) not in (int, float) or not 0 < self.wait_s < float("inf"):
             raise ValueError(f"og.Star: wait_s={self.wait_s!r}: pass seconds above 0")
         if type(self.blind) is not bool:
@@ -220,7 +224,8 @@ class _Line:
         self._met, self._seal, self._patience_s = False, None, patience_s
         self._next: _Line | None = None
         self._coming = tuple(coming)
-        self.dialler: Dialler = Dialler(self._line, star.hub or kit.hub, kit, patience_s)
+        self._hub = str(read_address(star.hub or kit.hub, called=f"the kit of {kit.site}: hub="))
+        self.dialler: Dialler = Dialler(self._line, self._hub, kit, patience_s)
         end = weakref.finalize(self, self.dialler.end)
         end.atexit = False  # `leave_all_stars` ends the dialler then
 
@@ -242,7 +247,7 @@ class _Line:
     @property
     def way(self) -> str:
         """Description of how messages travel, for people."""
-        way = f"a hub at {self._star.hub or self._kit.hub}, over mutual TLS; "
+        way = f"a hub at {self._hub}, over mutual TLS; "
         if self._star.blind:
             how = "sites encrypt for each other (X25519, AES-GCM) and mask sums (AES-CTR)"
             return f"{way}{how}: the hub cannot read it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -9,6 +10,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from ipv6 import needs_ipv6
+from outergrad._addresses import Address, listen_at
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.start import fresh_store, shared_store
 
@@ -44,6 +47,12 @@ def test_where_to_meet_must_be_known():
         shared_store({"RANK": "0", "WORLD_SIZE": "2"}, SPAN)
 
 
+def test_an_ipv6_address_in_brackets_is_told_in_one_line():
+    where = {"MASTER_ADDR": "[fd00::1]", "MASTER_PORT": "1", "RANK": "1", "WORLD_SIZE": "2"}
+    with pytest.raises(RecipeError, match=r"^MASTER_ADDR=\[fd00::1\] has brackets.*fd00::1$"):
+        shared_store(where, SPAN)
+
+
 def test_a_taken_port_is_told_in_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
@@ -52,11 +61,13 @@ def test_a_taken_port_is_told_in_one_line():
     assert "\n" not in str(raised.value)
 
 
-def test_a_site_0_that_is_not_there_is_told_in_one_line():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
+def test_a_site_0_that_is_not_there_is_told_in_one_line(host):
+    with listen_at(host) as free:
+        there = Address(*free.getsockname()[:2])
+    where = {"MASTER_ADDR": host, "MASTER_PORT": str(there.port)}
     with pytest.raises(
-        RecipeError, match=r"site 1 does not reach site 0 at 127.0.0.1:\d+"
+        RecipeError, match=f"site 1 does not reach site 0 at {re.escape(str(there))}"
     ) as raised:
         shared_store({"RANK": "1", "WORLD_SIZE": "2"} | where, timedelta(seconds=0.3))
     assert "\n" not in str(raised.value)

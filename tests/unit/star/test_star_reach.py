@@ -59,10 +59,10 @@ def test_nobody_listens(kit):
 
 
 def test_a_name_that_nobody_knows(kit, monkeypatch):
-    def unknown(*_: object) -> None:
+    def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror
 
-    monkeypatch.setattr(socket, "create_connection", unknown)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
     found = obstacle("hub.example.org:8443", kit)
     told = "the name hub.example.org is not known here: check it, and this machine's DNS"
     assert found == Obstacle(told)

@@ -19,6 +19,7 @@ from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.f3.cellnet.utils import make_reply as make_cell_reply
 from nvflare.fuel.f3.message import Message
 
+from outergrad._addresses import Address, loopback
 from outergrad.integrations.nvflare.tunnel import CHANNEL, OPEN, Tunnels, name_in
 from outergrad.star.authority import Kit
 from outergrad.star.folder import HubFolder
@@ -28,7 +29,6 @@ KIT, HUB_CELL = "kit", "outergrad.hub"
 GRACE_S = 5.0
 _BEGINS_S = 300
 """Seconds that a client may take to begin; TIE's 10 are few where it imports PyTorch."""
-_LOOPBACK = "127.0.0.1"
 
 
 class HubApplet(Applet):
@@ -44,13 +44,16 @@ class HubApplet(Applet):
         super().__init__()
         self._folder, self._names, self._grace_s = HubFolder(folder), names, grace_s
         self._server: HubServer | None = None
+        self._here = loopback()
         self.kits: dict[str, Kit] = {}
 
     def start(self, app_ctx: dict[str, Any]) -> None:
         """Makes a kit for every client, and listens on the loopback interface only."""
-        self._folder.create(f"{_LOOPBACK}:0")
+        # Each client calls a loopback of its own machine, which may be of the other family.
+        self._folder.create("127.0.0.1:0", ["::1"])
         self.kits = {name: self._folder.invite(name) for name in self._names}
-        self._server = HubServer(self._folder, f"{_LOOPBACK}:0", self._names, self._grace_s)
+        listen = str(Address(self._here, 0))
+        self._server = HubServer(self._folder, listen, self._names, self._grace_s)
         self._server.start()
 
     def dial(self) -> socket.socket:
@@ -61,7 +64,7 @@ class HubApplet(Applet):
         """
         if self._server is None:
             raise OSError("the hub is not there")
-        return socket.create_connection((_LOOPBACK, self._server.port))
+        return socket.create_connection((self._here, self._server.port))
 
     def stop(self, timeout: float = 0.0) -> int:
         """Stops the hub, and removes the keys that it signs with."""

@@ -21,12 +21,12 @@ from nvflare.app_common.tie.connector import Connector
 from nvflare.app_common.tie.executor import TieExecutor
 from nvflare.app_common.tie.process_mgr import CommandDescriptor
 
+from outergrad._addresses import Address, listen_at, loopback
 from outergrad.integrations.nvflare.server import HUB_CELL, KIT
 from outergrad.integrations.nvflare.tunnel import OPEN, Tunnels
 from outergrad.star.authority import Kit
 from outergrad.star.transport import KIT_VARIABLE
 
-_LOOPBACK = "127.0.0.1"
 _ALIVE_S = 10.0
 _KIT_PATH = "outergrad.kit"
 
@@ -71,9 +71,9 @@ class SiteConnector(Connector):
     def start(self, fl_ctx: FLContext) -> None:
         """Fetches the kit, listens, and starts the script."""
         self._tunnels = tunnels = Tunnels(self.engine.get_cell())
-        self._listener = listener = socket.create_server((_LOOPBACK, 0))
+        self._listener = listener = listen_at(loopback())
         kit = Kit(**json.loads(tunnels.ask(self._hub, KIT)))
-        address = f"{_LOOPBACK}:{listener.getsockname()[1]}"
+        address = str(Address(*listener.getsockname()[:2]))
         run_dir = fl_ctx.get_workspace().get_run_dir(fl_ctx.get_job_id())
         self._kit_file = Path(run_dir, f"{kit.site}.kit")
         self._kit_file.unlink(missing_ok=True)

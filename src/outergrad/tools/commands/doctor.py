@@ -20,7 +20,8 @@ Rank = Annotated[
     int | None, typer.Option(min=0, help="Which of the sites this is, from 0; needs no torchrun.")
 ]
 Master = Annotated[
-    str, typer.Option(help=f"Address of site 0, the same at every site, as 10.0.0.1:{PORT}.")
+    str,
+    typer.Option(help=f"Address of site 0, the same at every site: 10.0.0.1:{PORT}, [fd00::1]."),
 ]
 Timeout = Annotated[float, typer.Option(min=1, help="Seconds to wait for the other sites.")]
 

@@ -137,7 +137,9 @@ def revoke(site: Site, folder: Folder = FOLDER) -> None:
 @hub_app.command()
 def serve(
     folder: Folder = FOLDER,
-    listen: Annotated[str, typer.Option(help="Address and port of this machine.")] = "[::]:8443",
+    listen: Annotated[
+        str, typer.Option(help="Address and port of this machine; [::] for all, of IPv4, too.")
+    ] = "[::]:8443",
     sites: Annotated[
         str | None,
         typer.Option(

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from outergrad._addresses import loopback
 from outergrad._amounts import many, seconds, times
 from outergrad._printable import printable
 from outergrad.comm.board import bounded
@@ -40,7 +41,12 @@ from outergrad.tools.doctor.links import (
     measured,
     rate,
 )
-from outergrad.tools.doctor.machine import check_addresses, look_at_machine, taken_here
+from outergrad.tools.doctor.machine import (
+    check_addresses,
+    check_kinds,
+    look_at_machine,
+    taken_here,
+)
 from outergrad.tools.doctor.meeting import (
     Board,
     Clock,
@@ -159,6 +165,7 @@ def _report(board: Board, roll: Roll, unmet: Sequence[Finding]) -> Diagnosis:
     offsets = {r: Offset(**told[r]) if r in told else None for r in roll.ranks[1:]}
     gloo = board.read_all("gloo", roll.ranks)
     links, rehearsal = measured(board, roll), len(roll.machines) == 1
+    addresses = {site.rank: site.address for site in roll.sites}
     of_machines = merged([site.findings for site in roll.sites], roll.ranks)
     well = sum(finding.level == Level.OK for site in roll.sites for finding in site.findings)
     sections = {
@@ -171,7 +178,8 @@ def _report(board: Board, roll: Roll, unmet: Sequence[Finding]) -> Diagnosis:
             *check_versions(roll.sites),
             *check_clocks(offsets),
             *check_sharing(roll.sites),
-            *(() if rehearsal else check_addresses({s.rank: s.address for s in roll.sites})),
+            *(() if rehearsal else check_kinds(addresses)),
+            *(() if rehearsal else check_addresses(addresses)),
             *(check_group(gloo, roll.ranks) if 0 in gloo else ()),
         ],
         "Links": [*check_links(links, len(roll.sites), rehearsal=rehearsal)],
@@ -326,9 +334,10 @@ def check_alone() -> int:
 def check_rehearsal(sites: int, timeout_s: float) -> int:
     """Checks this machine and local processes in the role of sites; returns the exit code."""
     limit = timedelta(seconds=timeout_s)
-    store = TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
+    here = loopback()
+    store = TCPStore(here, 0, None, True, limit, wait_for_workers=False)
     meetings = [
-        Meeting(rank=rank, sites=sites, host="127.0.0.1", port=store.port, hosted=True)
+        Meeting(rank=rank, sites=sites, host=here, port=store.port, hosted=True)
         for rank in range(sites)
     ]
     checks = [partial(check_at_site, m, timeout_s, rehearses=True) for m in meetings]
@@ -344,7 +353,7 @@ def check_at_site(meeting: Meeting, timeout_s: float, *, rehearses: bool = False
     else:
         findings = look_at_machine(sites_here=int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     taken = taken_here()
-    address = taken.address or "127.0.0.1"  # without one, the findings say so
+    address = taken.address or loopback()  # without one, the findings say so
     rank, sites, board = meeting.rank, meeting.sites, None
     with (
         quiet_libraries() as terminal,

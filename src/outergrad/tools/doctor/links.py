@@ -15,6 +15,7 @@ from io import BufferedRWPair
 from itertools import chain, combinations
 from typing import Any
 
+from outergrad._addresses import Address, listen_at
 from outergrad._amounts import amount, seconds, times
 from outergrad.comm.cost import Collective, RingCost, waits_of
 from outergrad.tools.doctor.findings import Finding, note, ok, problem
@@ -71,9 +72,8 @@ class Measured:
 
 def listen(address: str) -> socket.socket:
     """Listens at an address, on a port that the system chooses, as gloo does."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        return socket.create_server((address, 0), family=family, backlog=16)
+        return listen_at(address)
     except OSError as error:
         said = f"cannot listen at {address}: {os.strerror(error.errno or 0)}"
         remedy = "choose another interface with GLOO_SOCKET_IFNAME"
@@ -274,7 +274,7 @@ def _measure(listener: socket.socket, me: Site, other: Site, token: str) -> dict
     line, why = connect(listener, me, other, token)
     failures, figures = [], {}
     if why:
-        place = f"site {other.rank} at {other.address}:{other.port}"
+        place = f"site {other.rank} at {Address(other.address, other.port)}"
         failures.append(f"site {me.rank} cannot connect to {place}: {why}")
     if line:
         try:

@@ -150,7 +150,13 @@ def check_interface(taken: Taken, host: str, present: Interfaces) -> Iterator[Fi
         "fallback": f"since this machine's name, {host}, is not known as an address of it",
     }[taken.why]
     said = f"gloo will use {taken.address} ({taken.interface or '?'}), {because}"
-    if not ip_address(taken.address).is_loopback:
+    number = ip_address(taken.address)
+    if number.version == 6 and number.is_link_local:
+        said += ", an address that holds on this one cable alone"
+        remedy = "give the interface an address for other machines, or name another one"
+        yield problem("interface", said, f"{remedy} in GLOO_SOCKET_IFNAME")
+        return
+    if not number.is_loopback:
         yield ok("interface", said)
         return
     said += "; that does for sites on this machine, but no other machine can reach it"
@@ -177,6 +183,17 @@ def check_addresses(addresses: Mapping[int, str]) -> Iterator[Finding]:
         yield warning("addresses", said, remedy)
     else:
         yield ok("addresses", "all private: none is of the open internet")
+
+
+def check_kinds(addresses: Mapping[int, str]) -> Iterator[Finding]:
+    """Reports sites that listen by IPv4 beside sites that listen by IPv6, given by rank."""
+    by_4 = [rank for rank, address in addresses.items() if ip_address(address).version == 4]
+    by_6 = [rank for rank in addresses if rank not in by_4]
+    if by_4 and by_6:
+        said = f"{named(by_4)} by IPv4, at {addresses[by_4[0]]}, and {named(by_6)} by IPv6, at "
+        said += f"{addresses[by_6[0]]}: gloo joins only sites of one kind"
+        remedy = "name interfaces with addresses of one kind in GLOO_SOCKET_IFNAME; where one has "
+        yield problem("addresses", said, f"{remedy}both, gloo takes IPv4")
 
 
 _VIRTUAL = ("docker", "br-", "virbr", "veth", "tailscale", "wg", "tun", "tap")

@@ -15,8 +15,10 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from outergrad._addresses import Address, loopback, read_address
 from outergrad.comm.board import StoreBoard, bounded
 from outergrad.launch.errors import RecipeError
+from outergrad.launch.start import master_host
 from outergrad.tools.doctor.findings import Finding, Level, named, note, ok, problem, warning
 
 T = TypeVar("T")
@@ -104,7 +106,7 @@ class Meeting:
             )
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return str(Address(self.host, self.port))
 
 
 def meeting_from(environment: Mapping[str, str]) -> Meeting:
@@ -122,7 +124,7 @@ def meeting_from(environment: Mapping[str, str]) -> Meeting:
     return Meeting(
         rank=integer("RANK"),
         sites=integer("WORLD_SIZE"),
-        host=environment["MASTER_ADDR"],
+        host=master_host(environment),
         port=integer("MASTER_PORT", str(PORT)),
         hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=integer("TORCHELASTIC_RESTART_COUNT", "0"),
@@ -130,11 +132,14 @@ def meeting_from(environment: Mapping[str, str]) -> Meeting:
 
 
 def meeting_at(master: str, rank: int, sites: int) -> Meeting:
-    """Parses ``--master``, e.g. ``10.0.0.1:29500``."""
-    host, _, port = master.rpartition(":") if ":" in master else (master, "", str(PORT))
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise RecipeError(f"--master must look like 10.0.0.1:{PORT}, not {master!r}")
-    return Meeting(rank=rank, sites=sites, host=host.strip("[]"), port=int(port), by_hand=True)
+    """Parses ``--master``, e.g. ``10.0.0.1:29500`` or ``[fd00::1]``."""
+    try:
+        host, port = read_address(master, PORT, called="--master=")
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+    if port == 0:
+        raise RecipeError(f"--master={master!r} has port 0, at which nobody listens: try {PORT}")
+    return Meeting(rank=rank, sites=sites, host=host, port=port, by_hand=True)
 
 
 def open_store(meeting: Meeting, timeout_s: float, tell: Tell = lambda _: None) -> Store:
@@ -142,26 +147,34 @@ def open_store(meeting: Meeting, timeout_s: float, tell: Tell = lambda _: None) 
     until_s = time.monotonic() + timeout_s
     store = None
     if meeting.rank == 0 and not meeting.hosted:
-        # Its own client uses 127.0.0.1; below it finds out whether the address leads here, too.
+        # Its own client uses the loopback; below it finds out whether the address leads here, too.
         said = f"site 0 cannot listen on port {meeting.port}: another program has it"
         remedy = "end that program, or choose another port at every site"
-        store = _tcp_store("127.0.0.1", meeting.port, UnmetError(said, remedy), serves=True)
+        store = _tcp_store(loopback(), meeting.port, UnmetError(said, remedy), serves=True)
     tell(f"trying to reach {meeting}")
+    answers = ""
     while True:
         limit_s = max(0.1, min(until_s - time.monotonic(), _STORE_S))
         try:
             with suppress(ConnectionResetError):  # somebody is there
-                socket.create_connection((meeting.host, meeting.port), limit_s).close()
+                answers = _answering(meeting, limit_s)
             break
         except OSError as error:
             if time.monotonic() + _RETRY_S > until_s:
                 raise UnmetError(*why_unreachable(meeting, error, timeout_s)) from error
         time.sleep(_RETRY_S)
     if store is None:
-        said = f"something listens at {meeting}, but it is not site 0 of a training"
-        remedy = "choose another port at every site, one that no other program uses"
-        store = _tcp_store(meeting.host, meeting.port, UnmetError(said, remedy))
+        unmet = UnmetError(*why_no_store(meeting, answers))
+        store = _tcp_store(meeting.host, meeting.port, unmet)
     return PrefixStore(f"outergrad-doctor/{meeting.attempt}", store)
+
+
+def _answering(meeting: Meeting, limit_s: float) -> str:
+    """Returns which address of site 0 answers; empty if it hangs up at once."""
+    line = socket.create_connection((meeting.host, meeting.port), limit_s)
+    with line, suppress(OSError):
+        return line.getpeername()[0]
+    return ""
 
 
 def _tcp_store(host: str, port: int, unmet: UnmetError, *, serves: bool = False) -> Store:
@@ -172,6 +185,17 @@ def _tcp_store(host: str, port: int, unmet: UnmetError, *, serves: bool = False)
         )
     except (RuntimeError, TimeoutError) as error:
         raise unmet from error
+
+
+def why_no_store(meeting: Meeting, answers: str) -> tuple[str, str]:
+    """Explains why PyTorch finds no store where an address answers; returns that, and a remedy."""
+    first = str(socket.getaddrinfo(meeting.host, meeting.port, type=socket.SOCK_STREAM)[0][4][0])
+    if answers not in ("", first):
+        said = f"{first}, the first address of {meeting.host}, is silent: PyTorch waits for it in "
+        said += f"vain, and does not try {answers}, which answers"
+        return said, f"write {answers} instead of the name, at every site"
+    said = f"something listens at {meeting}, but it is not site 0 of a training"
+    return said, "choose another port at every site, one that no other program uses"
 
 
 def why_unreachable(meeting: Meeting, error: OSError, timeout_s: float) -> tuple[str, str]:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from ipv6 import add_ipv6, address_of, needs_ipv6
 from outergrad.launch.links import ShapedLink, what_is_missing
 from outergrad.launch.namespaces import INTERFACE, namespaces
 from outergrad.launch.traffic import loopback_name
@@ -75,7 +76,7 @@ def test_a_problem_is_exit_code_1(alone, monkeypatch):
     [
         (["--rank", "0"], "--rank, --master and --sites go together"),
         (["--rank", "2", "--sites", "2", "--master", "a"], "rank 2 is not one of 2 sites"),
-        (["--rank", "0", "--sites", "2", "--master", "a:b"], "--master must look like"),
+        (["--rank", "0", "--sites", "2", "--master", "a:b"], "--master='a:b' is no address"),
     ],
 )
 def test_a_mistake_is_exit_code_2(alone, args, said):
@@ -130,31 +131,60 @@ def test_each_terminal_ends_with_the_verdict():
     assert "This machine" in other_stdout
 
 
+def on_two_machines(names: list[str], master: str) -> list[tuple[int, str, str]]:
+    """Runs the doctor in two namespaces; returns what `ended` does of each."""
+    meeting = [*DOCTOR, "--sites", "2", "--master", master, "--timeout", "20"]
+    sites = [
+        start(
+            *(*meeting, "--rank", str(rank)),
+            before=("ip", "netns", "exec", name),
+            GLOO_SOCKET_IFNAME=INTERFACE,
+        )
+        for rank, name in enumerate(names)
+    ]
+    return [ended(site) for site in sites]
+
+
 @shaped
 @pytest.mark.slow
 def test_the_rate_of_a_shaped_link():
     with namespaces(2, SHAPED.rate_bit_per_s, 0.0) as names:
-        meeting = ["--sites", "2", "--master", "10.77.0.1", "--timeout", "20"]
-        first, second = [
-            start(
-                *DOCTOR,
-                *meeting,
-                "--rank",
-                str(rank),
-                before=("ip", "netns", "exec", name),
-                GLOO_SOCKET_IFNAME=INTERFACE,
-            )
-            for rank, name in enumerate(names)
-        ]
-        code, stdout, stderr = ended(first)
-        other_code, other_stdout, other_stderr = ended(second)
-        assert (other_code, other_stderr) == (0, "")
-        assert "VERDICT of all sites: " in other_stdout
+        (code, stdout, stderr), (*others, other_stderr) = on_two_machines(names, "10.77.0.1")
+    assert (others[0], other_stderr) == (0, "")
+    assert "VERDICT of all sites: " in others[1]
     assert code == 0, stdout + stderr
     rates = [float(figure) for figure in re.findall(r"([\d.]+) Mbit/s", stdout)]
     assert len(rates) == 5  # each way alone, both at once, the slowest
     assert rates == pytest.approx([20] * 5, rel=0.25)
     assert "outergrad plan --link 1" in stdout
+
+
+@shaped
+@needs_ipv6
+@pytest.mark.slow
+def test_machines_with_ipv6_alone():
+    with namespaces(2, SHAPED.rate_bit_per_s, 0.0) as names:
+        add_ipv6(names, alone=0)
+        (code, stdout, stderr), (other_code, other_stdout, _) = on_two_machines(
+            names, f"[{address_of(0)}]"
+        )
+    assert (code, other_code) == (0, 0), stdout + stderr + other_stdout
+    assert f"{address_of(0)} ({INTERFACE})" in stdout
+    assert "joins all sites" in stdout
+    assert "Mbit/s between sites 0 and 1" in stdout
+
+
+@shaped
+@needs_ipv6
+@pytest.mark.slow
+def test_a_machine_with_both_beside_one_with_ipv6_alone():
+    with namespaces(2, SHAPED.rate_bit_per_s, 0.0) as names:
+        add_ipv6(names, alone=1)
+        (code, stdout, _), _ = on_two_machines(names, f"[{address_of(0)}]")
+    assert code == 1
+    assert "site 0 by IPv4, at 10.77.0.1, and site 1 by IPv6, at fd77::2" in " ".join(
+        stdout.split()
+    )
 
 
 @pytest.mark.slow
