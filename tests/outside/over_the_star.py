@@ -16,13 +16,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from select import select
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "support"), str(HERE.parent)]
-
 from torch_tests_on_cpus import all_tests
 
 from stars import NAMES, hub, kit_of
 
+HERE = Path(__file__).resolve().parent
 SITES, LIMIT_S = 3, 45.0
 BACKENDS = ("gloo", "star")
 

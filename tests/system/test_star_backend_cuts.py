@@ -114,6 +114,6 @@ def test_cuts_change_no_bit(tmp_path, wrap):
     """Beside a training of as many steps without cuts."""
     cut, alike = trained(tmp_path / "cut", wrap, CUTS)
     assert cut == alike
-    assert cut[-1] >= 2 * CUTS
+    assert cut[-1] > 20  # it trained between the first cut and the last
     quiet, _ = trained(tmp_path / "quiet", wrap, 0, least=cut[-1])
     assert quiet == cut
