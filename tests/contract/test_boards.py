@@ -69,6 +69,38 @@ def test_contents_of_any_length_are_there_for_all(run):
     assert run(2, body) == [[b"", LONG]] * 2
 
 
+def test_what_a_site_drops_is_gone_or_stays_whole(run):
+    """A board may keep it, but no reader finds half of it, and other contents stay."""
+
+    def body(comm):
+        board, own = comm.board, f"of {comm.rank}"
+        board.put(own, LONG)
+        board.put(f"{own} too", LONG)
+        meet(comm)
+        if comm.rank == 0:
+            board.drop(own)
+        meet(comm)
+        found = [board.get("of 0"), board.get("of 1"), board.get("of 0 too")]
+        meet(comm)
+        return found
+
+    for dropped, *others in run(2, body):
+        assert dropped in (None, LONG)
+        assert others == [LONG, LONG]
+
+
+def test_a_store_frees_what_is_dropped():
+    def body(comm):
+        comm.board.put("content", LONG)
+        keys = comm.board._store.num_keys()
+        comm.board.drop("content")
+        assert comm.board.get("content") is None
+        return keys - comm.board._store.num_keys()
+
+    freed, _ = on_torch(2, lambda comm: None if comm.rank else body(comm))
+    assert freed == -(-len(LONG) // (1 << 18)) + 1
+
+
 def test_what_several_write_at_once_is_of_one_of_them(run):
     def body(comm):
         comm.board.put("step", LONG + bytes([comm.rank]))

@@ -86,6 +86,14 @@ class StoreBoard(Board):
         pieces = [self._read(f"{slot}/{k}") for k in range(int(count))]
         return None if None in pieces else b"".join(piece or b"" for piece in pieces)
 
+    def drop(self, key: str) -> None:
+        """Deletes the pieces that `put` wrote, their number first: no reader finds half of them."""
+        slot = _SLOT.format(key)
+        count = self._read(slot)
+        pieces = range(int(count)) if count is not None and count.isdigit() else ()
+        for name in (slot, *(f"{slot}/{k}" for k in pieces)):
+            self._limited(lambda name=name: self._store.delete_key(name))
+
     def slot(self, key: str) -> str | None:
         """Returns the text that `first` wrote; None if there is none."""
         found = self._read(_SLOT.format(key))

@@ -88,6 +88,9 @@ class Board(Protocol):
         """Returns the bytes written by `put`; None if there are none."""
         ...
 
+    def drop(self, key: str) -> None:
+        """Frees what this site wrote by `put` and no site reads any more; the default keeps it."""
+
     def farewell(self, site: int, session: int) -> str | None:
         """Returns a site's farewell of its process or of the session, left by its `Notes`."""
         ...
