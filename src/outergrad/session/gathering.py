@@ -42,8 +42,9 @@ class Presence:
         Raises:
             ExchangeError: it cannot be read.
         """
-        are_numbers = isinstance(words, list) and all(type(n) is int and n >= 0 for n in words)
-        if not are_numbers or len(words) != _WORDS:
+        if not isinstance(words, list) or len(words) != _WORDS:
+            raise _unreadable()
+        if not all(type(number) is int and number >= 0 for number in words):
             raise _unreadable()
         weight, shares, waits_for_all = words
         return Presence(weight=weight, shares=bool(shares), waits_for_all=bool(waits_for_all))

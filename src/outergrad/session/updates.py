@@ -249,6 +249,8 @@ class SharedChanges(SharedGradients):
         k = self._method.k
         often = "every step" if k == 1 else f"every {k} steps"
         often += self.fragments.told(line.parameter)
+        if self._quorum is not None:
+            often, reveals = f"{often}, whole where a site is late", "this site's change"
         return replace(line, why=f"change of the weights, {often}; {why}", reveals=reveals)
 
     def state(self) -> StateDict:
