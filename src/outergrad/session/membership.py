@@ -76,7 +76,7 @@ class Membership:
         received: int,
         *,
         by_board: bool,
-        wait_s: float,
+        waited_s: float,
     ) -> None:
         """Notes an exchange with a quorum, which is no step if not all took part in it.
 
@@ -86,15 +86,15 @@ class Membership:
             sent: bytes that this site had sent before it.
             received: bytes that this site had received before it.
             by_board: whether it was no step.
-            wait_s: seconds that it took.
+            waited_s: seconds that this site had waited until it was known who took part.
         """
         told = {"exchanges": count, "took_part": took_part}
         if by_board:
             sent, received = self.comm.sent_bytes - sent, self.comm.received_bytes - received
-            whole = {"total_sent_bytes": self.comm.sent_bytes, "wait_s": wait_s, **told}
+            whole = {"total_sent_bytes": self.comm.sent_bytes, "wait_s": waited_s, **told}
             self.stats = Stats(self.stats.step, sent, received, **whole)
         else:
-            self.stats = replace(self.stats, **told)
+            self.stats = replace(self.stats, wait_s=self.stats.wait_s + waited_s, **told)
 
     def admit(self, step: int) -> None:
         """Continues from the step that the other sites have reached."""

@@ -71,9 +71,9 @@ class QuorumSteps:
         comm, grace_s = self._at.comm, self._method.grace or 0.0
         least, number = self._method.least(comm.world_size), self._at.number
         about = comm, number, f"quorum {number} {self._loads}", least, grace_s
-        self._gathering = Gathering(*about, self._elastic.require_group)
+        self._gathering = Gathering(*about, self._refuse_given_up)
         start = self._outer.start
-        self._changes = PutChanges(comm, self._gathering, start, self._elastic.require_group)
+        self._changes = PutChanges(comm, self._gathering, start, self._refuse_given_up)
         self._number, self._is_late, self._looked_at = 0, False, 0.0
 
     # -- when sites exchange ----------------------------------------------------------------------
@@ -146,9 +146,9 @@ class QuorumSteps:
             waits_for_all: as in `Gathering.attend`.
             holds: whether this site keeps its change to itself.
         """
-        own = self._presence(waits_for_all=waits_for_all, holds=holds)
+        began, own = time.monotonic(), self._presence(waits_for_all=waits_for_all, holds=holds)
         roll = self._gathering.attend(self._number, own)
-        self._follow(roll, holds=holds)
+        self._follow(roll, holds=holds, waited_s=time.monotonic() - began)
         return roll
 
     def _presence(self, *, waits_for_all: bool, holds: bool) -> Presence:
@@ -157,10 +157,16 @@ class QuorumSteps:
         weight = 1 if self._is_even else self._fragment.samples * shares
         return Presence(weight=weight, shares=shares, waits_for_all=waits_for_all)
 
-    def _follow(self, roll: Roll, *, holds: bool = False) -> None:
-        """Exchanges with the sites that take part, or applies what they have exchanged."""
+    def _follow(self, roll: Roll, *, holds: bool = False, waited_s: float = 0.0) -> None:
+        """Exchanges with the sites that take part, or applies what they have exchanged.
+
+        Args:
+            roll: who takes part.
+            holds: whether this site keeps its change to itself.
+            waited_s: seconds that it has waited for the decision.
+        """
         comm, number = self._at.comm, self._number
-        before, began = (comm.sent_bytes, comm.received_bytes), time.monotonic()
+        before = comm.sent_bytes, comm.received_bytes
         takes_part = comm.rank in roll.there
         if roll.weight and not roll.of_all:
             self._by_board(roll, keeps=holds or not takes_part)
@@ -170,7 +176,7 @@ class QuorumSteps:
         if roll.of_all:
             self._changes.drop_before(number)
         if roll.weight:
-            self._note(roll, before, time.monotonic() - began)
+            self._note(roll, before, waited_s)
 
     def _together(self, roll: Roll, *, holds: bool) -> None:
         """Exchanges with all sites, by the method's collectives."""
@@ -218,13 +224,14 @@ class QuorumSteps:
 
     # -- what is told -----------------------------------------------------------------------------
 
-    def _note(self, roll: Roll, before: tuple[int, int], wait_s: float) -> None:
+    def _note(self, roll: Roll, before: tuple[int, int], waited_s: float) -> None:
         """Notes who took part, in the statistics, for recorders, and in the log."""
         sites = self._at.comm.sites
         there = [site for site in sites if site in roll.there]
         late = [site for site in sites if site not in roll.there]
         took_part = tuple(site.called for site in there)
-        self._at.note_exchange(self._number, took_part, *before, by_board=bool(late), wait_s=wait_s)
+        about = {"by_board": bool(late), "waited_s": waited_s}
+        self._at.note_exchange(self._number, took_part, *before, **about)
         late_ones = tuple(site.called for site in late)
         self._reporter.exchange(self._at.stats.step, self._number - 1, took_part, late_ones)
         if late:
@@ -238,6 +245,10 @@ class QuorumSteps:
         else:
             grace_s = self._method.grace
             _LOG.warning("%s without %s, late by more than %g s", told, called(late), grace_s)
+
+    def _refuse_given_up(self) -> None:
+        if self._at.group.participant.frozen:
+            raise ExchangeError("the other sites gave up", kind=Failure.CLOSED)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -349,3 +349,43 @@ def test_training_goes_on_from_a_state_that_was_saved_while_one_was_late(name):
         expected = reference(found, outer=nesterov)
         for p, q in zip(results[0][2], expected.parameters(), strict=True):
             assert relative_error(p, q.detach()) < 1e-5
+
+
+def test_an_exchange_on_the_board_sends_a_change_once_and_reads_those_of_the_others():
+    told = {0: threading.Event()}
+
+    def body(rank, connect):
+        site, exchanges = joined(rank, connect, told)
+        if rank == LATE:
+            assert told[0].wait(30)
+        go(site, 0, 2)
+        stats, lines = site.session.stats(), site.session.coverage()
+        site.session.release()
+        return stats, lines, exchanges.all[0].late
+
+    whole = sum(p.nbytes for p in model().parameters())
+    for rank, (stats, lines, late_ones) in enumerate(on_new_groups(body)):
+        assert late_ones == ("site 2",)
+        assert (stats.step, stats.exchanges, stats.took_part) == (0, 1, ("site 0", "site 1"))
+        assert stats.sent_bytes == (0 if rank == LATE else whole)
+        assert stats.received_bytes == (2 if rank == LATE else 1) * whole
+        assert {line.reveals for line in lines} == {"this site's change"}
+        assert all("whole where a site is late" in line.why for line in lines)
+
+
+def test_changes_do_not_stay_on_the_board_once_all_sites_have_applied_them():
+    told = {0: threading.Event()}
+
+    def body(rank, connect):
+        site, _ = joined(rank, connect, told)
+        if rank == LATE:
+            assert told[0].wait(30)
+        go(site, 0, 2)
+        changes = site.session._updates._quorum._changes
+        own = list(changes._own)
+        site.session.flush()
+        left = changes._gathering.board.get(changes._slot(0, rank))
+        site.session.detach()
+        return own, left, list(changes._own)
+
+    assert on_new_groups(body) == [([0], None, [])] * 2 + [([], None, [])]
