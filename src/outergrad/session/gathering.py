@@ -1,4 +1,4 @@
-"""Who takes part in an exchange that goes ahead with a quorum: one decision, on the board."""
+"""Gatherings for an exchange with a quorum: one decision on the board says who takes part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORDS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Presence:
-    """What a site says when it comes to an exchange.
+    """Words of a site that has come to an exchange.
 
     Attributes:
         weight: how much it counts.
