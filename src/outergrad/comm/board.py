@@ -64,6 +64,15 @@ class StoreBoard(Board):
         board._limit_s = None
         return board
 
+    def within(self, limit_s: float) -> StoreBoard:
+        """Returns a board with this limit on each call, on the same connection.
+
+        A site that is cut off from the store for some seconds is late, and not lost.
+        """
+        board = copy(self)
+        board._limit_s = None if self._limit_s is None else max(limit_s, self._limit_s)
+        return board
+
     def first(self, key: str, text: str) -> str:
         """Writes a text into a slot unless it holds one; returns the text that it then holds."""
         slot = _SLOT.format(key)

@@ -72,6 +72,10 @@ class Board(Protocol):
         """Returns the same board without a time limit, for a thread that may block."""
         return self
 
+    def within(self, limit_s: float) -> Board:
+        """Returns the same board for calls that may take so many seconds, if that is longer."""
+        return self
+
     def first(self, key: str, text: str) -> str:
         """Writes a text if the slot is empty; returns the slot's text after that."""
         ...

@@ -126,7 +126,8 @@ class Gathering:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert comm.board is not None
-        self._comm, self._board, self._session, self._name = comm, comm.board, session, name
+        self._board = comm.board.within(comm.patience_s)
+        self._comm, self._session, self._name = comm, session, name
         self._least, self._grace_s, self._look, self._clock = least, grace_s, look, clock
 
     @property

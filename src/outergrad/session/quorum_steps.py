@@ -96,6 +96,8 @@ class QuorumSteps:
         self._count_samples()
         while not self._meet(waits_for_all=True).ends:
             pass
+        self._outer.go_to_start()  # also where what is left is of no sample, and so of no weight
+        self._fragment.differs = False
         self._outer.counter.restart()
 
     def level(self) -> None:

@@ -23,6 +23,10 @@ class OneBoard:
     def __init__(self):
         self.slots, self.left = {}, set()
 
+    def within(self, limit_s):
+        assert limit_s == 10, "as long as a message may take"
+        return self
+
     def first(self, key, text):
         return self.slots.setdefault(key, text)
 
