@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from torch import nn
 
 import outergrad as og
 from cases import relative_error
@@ -389,3 +390,34 @@ def test_changes_do_not_stay_on_the_board_once_all_sites_have_applied_them():
         return own, left, list(changes._own)
 
     assert on_new_groups(body) == [([0], None, [])] * 2 + [([], None, [])]
+
+
+def test_replicas_that_are_compared_after_every_exchange_have_not_drifted():
+    assert_right(late("groups", WAITS["by two exchanges"], verify_every=1))
+
+
+def test_running_statistics_are_equal_after_the_next_exchange_of_all():
+    told = {0: threading.Event()}
+
+    def body(rank, connect):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+        recorder = Exchanges(told if rank == 0 else None)
+        method = og.LocalSteps(K, quorum=2, grace=GRACE_S)
+        session = og.distribute(net, method, recorder=recorder, **connect)
+        optimizer, statistics = INNER["sgd"](net.parameters()), []
+        for number in range(K):
+            if rank == LATE and number:
+                assert told[0].wait(30)
+            train(net, [optimizer], rank, [number])
+        statistics.append(net[1].running_mean.clone())
+        session.flush()
+        statistics.append(net[1].running_mean.clone())
+        session.detach()
+        return [event.late for event in recorder.all], statistics
+
+    (lates, first), *others = on_new_groups(body)
+    assert lates == [("site 2",), ()]
+    for _, (apart, equal) in others:
+        assert not apart.equal(first[0])
+        assert equal.equal(first[1])
