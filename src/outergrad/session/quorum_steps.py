@@ -94,7 +94,7 @@ class QuorumSteps:
     def flush(self) -> None:
         """Exchanges until all sites have shared all, and are equal."""
         self._count_samples()
-        while not self._meet(waits_for_all=True).ends:
+        while not self._meet().ends:
             pass
         self._outer.go_to_start()  # also where what is left is of no sample, and so of no weight
         self._fragment.differs = False
@@ -102,13 +102,13 @@ class QuorumSteps:
 
     def level(self) -> None:
         """Waits until all sites know of the same exchanges, and shares nothing of this site's."""
-        while not self._meet(waits_for_all=True, holds=True).ends:
+        while not self._meet(holds=True).ends:
             pass
 
     def _exchange(self) -> bool:
         """Takes part in an exchange, or learns that the others did not wait for this site."""
         self._count_samples()
-        with self._guarded():
+        with self._guarded(self._quorum):
             if not self._catch_up():
                 self._attend(waits_for_all=False)
         self._outer.counter.restart()
@@ -119,14 +119,15 @@ class QuorumSteps:
         if time.monotonic() - self._looked_at < self._looks_s:
             return False
         self._looked_at = time.monotonic()
-        with self._guarded():
+        with self._guarded(self._quorum):
             is_open = self._gathering.is_open(self._number)
         return is_open and self._exchange()
 
-    def _meet(self, *, waits_for_all: bool, holds: bool = False) -> Roll:
-        with self._guarded():
+    def _meet(self, *, holds: bool = False) -> Roll:
+        """Takes part in an exchange behind the last step of this site's loop, for now."""
+        with self._guarded("all sites, so that they are equal"):
             self._catch_up()
-            return self._attend(waits_for_all=waits_for_all, holds=holds)
+            return self._attend(waits_for_all=True, holds=holds)
 
     def _count_samples(self) -> None:
         if self._outer.counter.any_made:
@@ -248,20 +249,27 @@ class QuorumSteps:
             grace_s = self._method.grace
             _LOG.warning("%s without %s, late by more than %g s", told, called(late), grace_s)
 
+    @property
+    def _quorum(self) -> str:
+        sites = self._at.comm.world_size
+        return f"a quorum of {self._method.least(sites)} of {sites} sites"
+
     def _refuse_given_up(self) -> None:
         if self._at.group.participant.frozen:
             raise ExchangeError("the other sites gave up", kind=Failure.CLOSED)
 
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _guarded(self, place: str) -> Iterator[None]:
         """Guards an exchange against sites that do not come and a board that is gone.
 
+        Args:
+            place: what this site waits for, in words.
+
         Raises:
-            SiteLostError: there is no quorum in time.
+            SiteLostError: they do not come in time.
         """
         self._elastic.require_group()
-        least, sites = self._method.least(self._at.comm.world_size), self._at.comm.world_size
-        with self._failure.guard_between(f"a quorum of {least} of {sites} sites"):
+        with self._failure.guard_between(place):
             try:
                 yield
             except BoardGoneError as error:

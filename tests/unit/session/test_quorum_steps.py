@@ -311,6 +311,30 @@ def test_a_quorum_that_never_comes_is_an_error_that_names_who_is_missing(place):
         assert ("site-c" if place == "star" else "site 2") in str(error)
 
 
+def test_flush_names_a_site_that_never_came_back():
+    """The others went ahead without it until then."""
+
+    def body(rank, connect):
+        method, more = og.LocalSteps(K, quorum=2, grace=0.1), {"timeout": timedelta(seconds=2)}
+        site, error = Site(method, rank, **connect, **more), None
+        try:
+            if rank != LATE:
+                site.steps(0, 4)
+                site.session.flush()
+        except og.SiteLostError as raised:
+            error = raised
+        over.wait()
+        stats = site.session.stats()
+        site.session.release()
+        return error, stats
+
+    over = threading.Barrier(SITES, timeout=60)
+    for error, stats in on_new_groups(body)[:LATE]:
+        assert error.sites == (LATE,)
+        assert "while it waited for all sites, so that they are equal" in str(error)
+        assert (stats.exchanges, stats.took_part) == (2, ("site 0", "site 1"))
+
+
 @pytest.mark.parametrize("name", ["dense", "rank-dad"])
 def test_training_goes_on_from_a_state_that_was_saved_while_one_was_late(name):
     """Saving brings all to the same exchange; who was late keeps what it owes."""
