@@ -2,8 +2,9 @@
 
 First comes a `Run`. Every recorded step gives a `Layer` for each layer, then a `Step`. `Scalars`
 follow whenever the training loop logs something, a `Mishap` whenever a step fails or the replicas
-are found to differ, a `Trial` whenever `og.Auto()` has tried something, and a `Change` whenever the
-participating sites change. An `Evaluation` comes from `session.log_eval`, a `Disclosure` whenever
+are found to differ, a `Trial` whenever `og.Auto()` has tried something, a `Change` whenever the
+participating sites change, and an `Exchange` for each one of `og.LocalSteps(quorum=...)`. An
+`Evaluation` comes from `session.log_eval`, a `Disclosure` whenever
 other sites can learn something else from this site. An `End` comes when the session is detached or
 its program ends.
 """
@@ -280,6 +281,30 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """An exchange of `og.LocalSteps(quorum=...)`: who took part in it, and who was late.
+
+    Recorders receive it whatever their `every`. A late site reports the exchange when it arrives.
+
+    Attributes:
+        rank: rank of this site.
+        step: exchanges before this one in which all sites took part, as in `Step`.
+        time: seconds since 1970.
+        number: exchanges before this one, since the session began or a state was loaded.
+        took_part: sites whose changes were averaged, by name, or as "site 0" where sites have no
+            names.
+        late: sites that were left out, likewise. What they have changed is added to a later one.
+    """
+
+    rank: int
+    step: int
+    time: float
+    number: int
+    took_part: tuple[str, ...]
+    late: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """Result of the model on rows that a site has held out, from `session.log_eval`.
 
@@ -358,4 +383,16 @@ class End:
     error: str = ""
 
 
-Event = Run | Layer | Step | Scalars | Evaluation | Disclosure | Mishap | Trial | Change | End
+Event = (
+    Run
+    | Layer
+    | Step
+    | Scalars
+    | Evaluation
+    | Disclosure
+    | Mishap
+    | Trial
+    | Change
+    | Exchange
+    | End
+)

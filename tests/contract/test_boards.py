@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from outergrad.comm.board import StoreBoard
 from outergrad.comm.process_group import TorchDistributed
 from outergrad.core.errors import BoardGoneError
 from outergrad.star import slots
@@ -67,6 +69,63 @@ def test_contents_of_any_length_are_there_for_all(run):
         return found
 
     assert run(2, body) == [[b"", LONG]] * 2
+
+
+def test_what_a_site_drops_is_gone_or_stays_whole(run):
+    """A board may keep it, but no reader finds half of it, and other contents stay."""
+
+    def body(comm):
+        board, own = comm.board, f"of {comm.rank}"
+        board.put(own, LONG)
+        board.put(f"{own} too", LONG)
+        meet(comm)
+        if comm.rank == 0:
+            board.drop(own)
+        meet(comm)
+        found = [board.get("of 0"), board.get("of 1"), board.get("of 0 too")]
+        meet(comm)
+        return found
+
+    for dropped, *others in run(2, body):
+        assert dropped in (None, LONG)
+        assert others == [LONG, LONG]
+
+
+def test_a_board_with_another_limit_is_the_same_board(run):
+    def body(comm):
+        patient = comm.board.within(60.0)
+        patient.first("text", "first")
+        patient.put(f"of {comm.rank}", LONG)
+        meet(comm)
+        found = comm.board.slot("text"), comm.board.get("of 1"), patient.get("of 0")
+        meet(comm)
+        return found
+
+    assert run(2, body) == [("first", LONG, LONG)] * 2
+
+
+def test_a_store_that_stalls_for_a_while_is_gone_only_for_those_that_do_not_wait():
+    class Slow:
+        def compare_set(self, key, expected, text):
+            time.sleep(0.3)
+            return text.encode()
+
+    hasty = StoreBoard(Slow(), limit_s=0.05)
+    assert hasty.within(20.0).first("slot", "text") == "text"
+    with pytest.raises(BoardGoneError):
+        hasty.first("slot", "text")
+
+
+def test_a_store_frees_what_is_dropped():
+    def body(comm):
+        comm.board.put("content", LONG)
+        keys = comm.board._store.num_keys()
+        comm.board.drop("content")
+        assert comm.board.get("content") is None
+        return keys - comm.board._store.num_keys()
+
+    freed, _ = on_torch(2, lambda comm: None if comm.rank else body(comm))
+    assert freed == -(-len(LONG) // (1 << 18)) + 1
 
 
 def test_what_several_write_at_once_is_of_one_of_them(run):

@@ -31,6 +31,7 @@ METHODS: dict[str, Any] = {
     "every": og.RankDAD(rank=2, every=3),
     "local steps": og.LocalSteps(2),
     "local steps, overlapping": og.LocalSteps(2, overlap=1),
+    "local steps, with a quorum": og.LocalSteps(2, quorum=1.0, grace=0),
 }
 
 

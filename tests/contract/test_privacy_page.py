@@ -34,6 +34,7 @@ METHODS = {
 OTHERWISE = {  # of the words of these rows another test or sentence answers
     "`og.EDAD()`",
     "`og.LocalSteps(k, method=...)`",
+    "`og.LocalSteps(k, method=..., quorum=...)`",
 }
 
 

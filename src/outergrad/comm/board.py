@@ -65,6 +65,15 @@ class StoreBoard(Board):
         board._limit_s = None
         return board
 
+    def within(self, limit_s: float) -> StoreBoard:
+        """Returns a board with this limit on each call, on the same connection.
+
+        A site that is cut off from the store for some seconds is late, and not lost.
+        """
+        board = copy(self)
+        board._limit_s = None if self._limit_s is None else max(limit_s, self._limit_s)
+        return board
+
     def first(self, key: str, text: str) -> str:
         """Writes a text into a slot unless it holds one; returns the text that it then holds."""
         slot = _SLOT.format(key)
@@ -86,6 +95,14 @@ class StoreBoard(Board):
             return None
         pieces = [self._read(f"{slot}/{k}") for k in range(int(count))]
         return None if None in pieces else b"".join(piece or b"" for piece in pieces)
+
+    def drop(self, key: str) -> None:
+        """Deletes the pieces that `put` wrote, their number first: no reader finds half of them."""
+        slot = _SLOT.format(key)
+        count = self._read(slot)
+        pieces = range(int(count)) if count is not None and count.isdigit() else ()
+        for name in (slot, *(f"{slot}/{k}" for k in pieces)):
+            self._limited(lambda name=name: self._store.delete_key(name))
 
     def slot(self, key: str) -> str | None:
         """Returns the text that `first` wrote; None if there is none."""

@@ -13,6 +13,7 @@ from outergrad.events import (
     End,
     Evaluation,
     Event,
+    Exchange,
     Layer,
     Mishap,
     Run,
@@ -178,6 +179,7 @@ class WatchedSite:
         mishaps: its last failed steps.
         trial: last trial of `og.Auto()`; None before one.
         change: last change of the participating sites; None before one.
+        exchange: last exchange with a quorum; None before one.
         scalars: series by name, in the order of their first event.
         ended: event of its end; None while it goes on.
         agreement: cosine between its own gradient and the mean one, over all layers.
@@ -197,6 +199,7 @@ class WatchedSite:
         self.mishaps: deque[Mishap] = deque(maxlen=_MISHAPS)
         self.trial: Trial | None = None
         self.change: Change | None = None
+        self.exchange: Exchange | None = None
         self.scalars: dict[str, Series] = defaultdict(Series)
         self.agreement = Series()
         self.ended: End | None = None
@@ -223,6 +226,8 @@ class WatchedSite:
                 self.trial = event
             case Change():
                 self.change = event
+            case Exchange():
+                self.exchange = event
             case End():
                 self.ended = event
             case Step():

@@ -82,6 +82,10 @@ class Board(Protocol):
         """Returns the same board without a time limit, for a thread that may block."""
         return self
 
+    def within(self, limit_s: float) -> Board:
+        """Returns the same board for calls that may take so many seconds, if that is longer."""
+        return self
+
     def first(self, key: str, text: str) -> str:
         """Writes a text if the slot is empty; returns the slot's text after that."""
         ...
@@ -97,6 +101,9 @@ class Board(Protocol):
     def get(self, key: str) -> bytes | None:
         """Returns the bytes written by `put`; None if there are none."""
         ...
+
+    def drop(self, key: str) -> None:
+        """Frees what this site wrote by `put` and no site reads any more; the default keeps it."""
 
     def farewell(self, site: int, session: int) -> str | None:
         """Returns a site's farewell of its process or of the session, left by its `Notes`."""

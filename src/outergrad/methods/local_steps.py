@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,6 +74,11 @@ class LocalSteps:
             goes on from there. Choose it where the method leaves much unsent: low rank in few bits.
             Sites then differ after an exchange, too, until `flush`. As in CSER (Xie et al., arXiv
             2007.13221).
+        quorum: Least number of sites with which an exchange goes ahead, or, as a float up to 1.0,
+            their least share. A site that is late is left out of it, keeps its change for the next
+            one that it reaches, and takes over what the others agreed on. None: all are waited for.
+            Choose it where sites differ in speed, or are away for a while.
+        grace: Seconds that a quorum waits for late sites, with `quorum`.
     """
 
     k: int
@@ -82,10 +88,13 @@ class LocalSteps:
     overlap: int = field(default=0, kw_only=True)
     alpha: float | None = field(default=None, kw_only=True)
     error_reset: bool = field(default=False, kw_only=True)
+    quorum: int | float | None = field(default=None, kw_only=True)
+    grace: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         require(type(self.k) is int and self.k >= 1, self, "k", "a whole number, 1 or more")
         self._check_turns()
+        self._check_quorum()
         _described(self._outer)
         methods: list[Any] = [self.method]
         if isinstance(self.method, PerLayer):
@@ -113,6 +122,30 @@ class LocalSteps:
         require(number and 0 <= self.kept < 1, self, "alpha", "0 or more and less than 1")
         require(type(self.error_reset) is bool, self, "error_reset", "True or False")
 
+    def _check_quorum(self) -> None:
+        whole = type(self.quorum) is int and self.quorum >= 1
+        share = type(self.quorum) is float and 0 < self.quorum <= 1
+        remedy = "a number of sites, 1 or more, or their share, a float above 0 and up to 1.0"
+        require(self.quorum is None or whole or share, self, "quorum", remedy)
+        given = type(self.grace) in (int, float) and 0 <= self.grace < math.inf  # type: ignore[operator]
+        if self.quorum is None:
+            require(self.grace is None, self, "grace", "it with quorum=, or leave it out")
+            return
+        require(given, self, "grace", "the seconds that a quorum waits for late sites, 0 or more")
+        own = {"stream": self.stream > 1, "overlap": self.overlap > 0}
+        own |= {"alpha": self.alpha is not None, "error_reset": self.error_reset}
+        for name in [name for name, is_set in own.items() if is_set]:
+            raise ValueError(
+                f"LocalSteps: quorum={self.quorum} does not go with {name}={getattr(self, name)}: "
+                f"a late site keeps its change in its weights as a whole; leave {name} out"
+            )
+
+    def least(self, sites: int) -> int:
+        """Returns the least number of sites of an exchange, of so many sites in all."""
+        if self.quorum is None:
+            return sites
+        return self.quorum if isinstance(self.quorum, int) else math.ceil(self.quorum * sites)
+
     @property
     def period(self) -> int:
         """Steps from the exchange of one fragment to that of the next."""
@@ -126,11 +159,13 @@ class LocalSteps:
 
     def __repr__(self) -> str:
         """Returns the same text on every site, because sites compare it."""
-        turns: dict[str, tuple[float, float]] = {
+        turns: dict[str, tuple[float | None, float | None]] = {
             "stream": (self.stream, 1),
             "overlap": (self.overlap, 0),
             "alpha": (self.kept, 0),
             "error_reset": (self.error_reset, False),
+            "quorum": (self.quorum, None),
+            "grace": (self.grace, None),
         }
         more = "".join(f", {name}={v}" for name, (v, usual) in turns.items() if v != usual)
         return (

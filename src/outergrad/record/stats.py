@@ -124,6 +124,9 @@ class Stats:
         replay_s: seconds in the last step in which blocks were replayed for all sites.
         wait_s: seconds in the last step in which the training thread waited for other sites.
         layers: statistics of the last step, by full name of a weight, another parameter or a block.
+        exchanges: number of exchanges so far with `og.LocalSteps(quorum=...)`, also of those that
+            this site was late for, since the session began or a state was loaded; else 0.
+        took_part: sites that took part in the last of these, by name, or as "site 0".
     """
 
     step: int = 0
@@ -134,6 +137,8 @@ class Stats:
     replay_s: float = 0.0
     wait_s: float = 0.0
     layers: Mapping[str, LayerStats] = field(default_factory=dict)
+    exchanges: int = 0
+    took_part: tuple[str, ...] = ()
 
 
 class Since:

@@ -9,7 +9,7 @@ import numpy as np
 
 from outergrad.core.packages import how_to_install
 from outergrad.core.run_figures import about, figures
-from outergrad.events import Change, Disclosure, End, Event, Layer, Mishap, Run, Trial
+from outergrad.events import Change, Disclosure, End, Event, Exchange, Layer, Mishap, Run, Trial
 from outergrad.record.recorders import checked
 
 if TYPE_CHECKING:
@@ -74,6 +74,9 @@ class TensorBoard:
             writer.add_text("trial", about, event.step)
         elif isinstance(event, Change):
             writer.add_text("sites", f"{event.epoch}: {', '.join(event.sites)}", event.step)
+        elif isinstance(event, Exchange) and event.late:
+            about = f"{event.number}: without {', '.join(event.late)}"
+            writer.add_text("exchange", about, event.step)
 
     def close(self) -> None:
         """Writes the rest and closes the file; a later event opens a new one."""

@@ -16,6 +16,7 @@ from outergrad.events import (
     Disclosure,
     Evaluation,
     Event,
+    Exchange,
     Layer,
     Mishap,
     Run,
@@ -154,6 +155,7 @@ class Recording:
         mishaps: failed steps, one row per site that reported it.
         trials: trials of `og.Auto()`, one row per site that reported it.
         changes: changes of the participating sites, one row per site that reported it.
+        exchanges: exchanges of `og.LocalSteps(quorum=...)`, one row per site that reported it.
         problems: lines of text about what could not be read or looks wrong.
         ended: True if the last event of every recorded site is its end.
     """
@@ -167,6 +169,7 @@ class Recording:
     mishaps: DataFrame
     trials: DataFrame
     changes: DataFrame
+    exchanges: DataFrame
     problems: tuple[str, ...]
     ended: bool
 
@@ -212,7 +215,7 @@ def _recording(run: str, files: Sequence[File], layers_of: Container[int] | None
         raise UnreadableRunError(f"{run}: {problems[0] if problems else 'its files are empty'}")
     tables = _tables(by_site)
     problems += [*_doubts(tables["runs"], tables["steps"]), *_mishaps(tables["mishaps"])]
-    problems += _changes(tables["changes"])
+    problems += [*_changes(tables["changes"]), *lates(tables["exchanges"])]
     ended = all(events[-1]["event"] == "end" for _, events in by_site.values())
     return Recording(**tables, problems=tuple(problems), ended=ended)
 
@@ -258,7 +261,7 @@ def _tables(by_site: dict[int, tuple[str, list[Entry]]]) -> dict[str, DataFrame]
     events = [event for _, found in by_site.values() for event in found]
     tables = {
         f"{kind.__name__.lower()}s": _table(kind, events)
-        for kind in (Run, Step, Evaluation, Disclosure, Mishap, Trial, Change)
+        for kind in (Run, Step, Evaluation, Disclosure, Mishap, Trial, Change, Exchange)
     }
     layers = _table(Layer, events)
     layers["discarded_energy"] = layers["relative_error"] ** 2
@@ -320,6 +323,20 @@ def _changes(changes: DataFrame) -> list[str]:
     """Participating sites from each step on, as reported by the first site."""
     rows = changes[changes["site"] == changes["site"].min()].itertuples()
     return [f"from step {row.step} on: {', '.join(row.sites)} took part" for row in rows]
+
+
+def lates(exchanges: DataFrame) -> list[str]:
+    """Returns who was late for how many exchanges, as reported by the first site."""
+    rows = list(exchanges[exchanges["site"] == exchanges["site"].min()].itertuples())
+    numbers: dict[str, list[int]] = {}
+    for row in rows:
+        for name in row.late:
+            numbers.setdefault(name, []).append(row.number)
+    return [
+        f"{name} was late for {len(late)} of {len(rows)} exchanges, last for exchange {late[-1]}; "
+        f"what it had changed came with a later one"
+        for name, late in numbers.items()
+    ]
 
 
 def _mishaps(mishaps: DataFrame) -> list[str]:

@@ -17,7 +17,7 @@ from outergrad._printable import printable
 from outergrad._version import __version__
 from outergrad._whole_files import write_whole
 from outergrad.report.page import asset, whole_page
-from outergrad.report.recording import Recording, files_of, load_together, require
+from outergrad.report.recording import Recording, files_of, lates, load_together, require
 from outergrad.report.sites import site_names
 
 if TYPE_CHECKING:
@@ -93,6 +93,8 @@ def _who(recording: Recording, names: Mapping[int, str]) -> Iterator[Fact]:
             yield f"{name} lost", f"from step {change.step:,} on: {why.get(name, UNKNOWN)}"
         for name in change.back:
             yield f"{name} came", f"from step {change.step:,} on"
+    for told in lates(recording.exchanges):
+        yield "Late", told
     lost = recording.mishaps[recording.mishaps["what"] == "lost"]
     for mishap in lost.drop_duplicates("step").itertuples():
         present = _present(recording, int(mishap.site), mishap.step) or names

@@ -49,6 +49,7 @@ from outergrad.session.handover import Handover, taken
 from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.mesh.levels import Mesh, levels_of
 from outergrad.session.pricing import settle, settle_again
+from outergrad.session.quorum_checks import refuse_quorum
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings, check_settings
 from outergrad.session.topology import Topology, opened
@@ -199,6 +200,7 @@ def distribute(
         )
         check_settings(inspection.every, weighting, buffers, verify_every, on_drift)
         refuse_to_go_on(comm, method, inspection)
+        refuse_quorum(method, comm, transform=transform, max_bad_steps=max_bad_steps)
     except (ValueError, TypeError) as raised:
         error = raised
     # Other sessions of the transport have to be in step before this one sends anything on it.

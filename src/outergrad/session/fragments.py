@@ -34,6 +34,10 @@ class Fragment:
         self.samples = samples if self.is_spent else self.samples + samples
         self.is_spent = False
 
+    def keep(self, before: Fragment) -> None:
+        """Goes back to how it was before an exchange for which this site kept its change."""
+        self.differs, self.samples, self.is_spent = before.differs, before.samples, before.is_spent
+
 
 class Fragments:
     """Fragments of a model, and which of them is exchanged next.

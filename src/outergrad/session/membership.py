@@ -68,6 +68,34 @@ class Membership:
         self.stats = Stats(step=step, total_sent_bytes=self.comm.sent_bytes)
         self.note_end(counted=False)
 
+    def note_exchange(
+        self,
+        count: int,
+        took_part: tuple[str, ...],
+        sent: int,
+        received: int,
+        *,
+        by_board: bool,
+        waited_s: float,
+    ) -> None:
+        """Notes an exchange with a quorum, which is no step if not all took part in it.
+
+        Args:
+            count: number of such exchanges so far.
+            took_part: sites that took part, in words.
+            sent: bytes that this site had sent before it.
+            received: bytes that this site had received before it.
+            by_board: whether it was no step.
+            waited_s: seconds that this site had waited until it was known who took part.
+        """
+        told = {"exchanges": count, "took_part": took_part}
+        if by_board:
+            sent, received = self.comm.sent_bytes - sent, self.comm.received_bytes - received
+            whole = {"total_sent_bytes": self.comm.sent_bytes, "wait_s": waited_s, **told}
+            self.stats = Stats(self.stats.step, sent, received, **whole)
+        else:
+            self.stats = replace(self.stats, wait_s=self.stats.wait_s + waited_s, **told)
+
     def admit(self, step: int) -> None:
         """Continues from the step that the other sites have reached."""
         self.stats = replace(self.stats, step=step)

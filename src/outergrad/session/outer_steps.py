@@ -82,11 +82,12 @@ class OuterSteps:
             self._fragments.count(self._exchange.weighting.take())
 
     @torch.no_grad()
-    def send(self, *, overlaps: bool) -> None:
+    def send(self, *, overlaps: bool, weight: int | None = None) -> None:
         """Begins the exchange of the due fragment, a shared step without a backward.
 
         Args:
             overlaps: whether this site makes local steps while the messages travel.
+            weight: how much this site counts; None for the usual weight.
         """
         self._elastic.require_group()
         self.refuse_converted()
@@ -94,7 +95,8 @@ class OuterSteps:
         due, share = self._fragments.due, self.next_share()
         for name, p in share.model.params.items():
             param_grad.put(p, self._origin.get(name, p) - self._trained[name])
-        weight = 1 if self._exchange.weighting.is_even else due.samples
+        if weight is None:
+            weight = 1 if self._exchange.weighting.is_even else due.samples
         loop = Loop(weight, self._exchange.attendance.join, self._exchange.buffers.written())
         about = Announced(self._at.stats.step, share.model.params.keys(), loop=loop)
         own = {
@@ -131,6 +133,12 @@ class OuterSteps:
         """Makes the weights of now those that the first change begins at."""
         for name, p in self.start.items():
             p.copy_(self._trained[name])
+
+    @torch.no_grad()
+    def go_to_start(self) -> None:
+        """Makes this site's weights those that its change begins at, so that it has none."""
+        for name, p in self.start.items():
+            self._trained[name].copy_(p)
 
     def flush(self) -> None:
         """Exchanges until all fragments are equal on all sites."""
@@ -194,6 +202,14 @@ class OuterSteps:
         if failed is not None:
             raise failed
         return True
+
+    def take(self, mean: Mapping[str, Tensor]) -> None:
+        """Applies a mean change that came in another way than by a shared step."""
+        for name, p in self.start.items():
+            param_grad.put(p, mean[name])
+        self.optimizer.step()
+        self._mix(self._fragments.due, ends=True)
+        self._drop_gradients()
 
     def receive(self) -> None:
         """Waits for the exchange under way, whose mean is then in `grad` of the shared weights."""

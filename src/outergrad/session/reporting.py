@@ -26,6 +26,7 @@ from outergrad.events import (
     End,
     Evaluation,
     Event,
+    Exchange,
     Layer,
     Mishap,
     Run,
@@ -176,6 +177,13 @@ class Reporter:
         """Reports a trial of other methods, at once and whatever `every` is."""
         told = {**vars(trial), "outcome": trial.outcome.value}
         self._tell_everybody(Trial(rank=self._rank, time=time.time(), **told))
+
+    def exchange(
+        self, step: int, number: int, took_part: tuple[str, ...], late: tuple[str, ...]
+    ) -> None:
+        """Reports who took part in an exchange with a quorum, at once and whatever `every` is."""
+        about = {"number": number, "took_part": took_part, "late": late}
+        self._tell_everybody(Exchange(rank=self._rank, step=step, time=time.time(), **about))
 
     def take_part(self, comm: Comm) -> None:
         """Notes the names of the sites that take part from now on."""

@@ -432,13 +432,15 @@ class Session:
 
         With `og.LocalSteps` it has the weights of the last exchange and the outer optimizer, too,
         and may be saved between two exchanges, beside each site's own model and optimizer. An
-        exchange under way is waited for, and applied when it would have been.
+        exchange under way is waited for, and applied when it would have been. With `quorum=` it
+        waits until all sites save, and late ones have taken over what the others exchanged.
 
         Raises:
             RuntimeError: this site lost the others in the middle of a step.
             DriftError: sites have applied different things in the last step.
         """
         self._elastic.require_group()
+        self._updates.level()
         self._barrier.settle()
         if current_task() == NO_TASK:
             self._tentative.begin()

@@ -26,6 +26,7 @@ from outergrad.session.fragments import Fragments
 from outergrad.session.inspect import Inspection
 from outergrad.session.loop import BackwardLoop
 from outergrad.session.outer_steps import OuterSteps
+from outergrad.session.quorum_steps import QuorumSteps
 from outergrad.step.cadence import Share
 
 if TYPE_CHECKING:
@@ -79,6 +80,9 @@ class SharedGradients:
 
     def flush(self) -> None:
         """Shares what is left to share."""
+
+    def level(self) -> None:
+        """Waits, before a state is saved, until all sites know of the same exchanges."""
 
     def stepped(self) -> bool:
         """Counts a step that no optimizer of the model made; True if weights have changed."""
@@ -157,7 +161,12 @@ class SharedChanges(SharedGradients):
         super().attach(core, failure, elastic, loop)
         self._at, start = core.at, self.inspection.model.params
         about = (self._trained, self._held, start, self._method, self.fragments)
-        self.outer = OuterSteps(*about, core, failure, elastic, loop)
+        self.outer = outer = OuterSteps(*about, core, failure, elastic, loop)
+        self._quorum: QuorumSteps | None = None
+        if self._method.quorum is not None and core.at.comm.world_size > 1:
+            own = self._trained, self.fragments.due, self._method
+            self._quorum = QuorumSteps(outer, *own, core, failure, elastic)
+        self._steps = outer if self._quorum is None else self._quorum
         told_of = (self._first_pass, self._refuse_uncounted)
         self._uncounted = UncountedUpdates(self._trained, self._method.k, *told_of)
         noted = self._uncounted.on_gradient
@@ -190,8 +199,13 @@ class SharedChanges(SharedGradients):
         """
         if not self._begun and (name := self._uncounted.since(self.outer.start)) is not None:
             self._refuse_uncounted(name, told(self._uncounted.passes))
-        self.outer.flush()
+        self._steps.flush()
         self._uncounted.restart()
+
+    def level(self) -> None:
+        """Waits until late sites have taken over what the others exchanged: they save that, too."""
+        if self._quorum is not None:
+            self._quorum.level()
 
     def stepped(self) -> bool:
         """Counts a step that no optimizer of the model made; True if weights have changed."""
@@ -235,6 +249,8 @@ class SharedChanges(SharedGradients):
         k = self._method.k
         often = "every step" if k == 1 else f"every {k} steps"
         often += self.fragments.told(line.parameter)
+        if self._quorum is not None:
+            often, reveals = f"{often}, whole where a site is late", "this site's change"
         return replace(line, why=f"change of the weights, {often}; {why}", reveals=reveals)
 
     def state(self) -> StateDict:
@@ -260,6 +276,8 @@ class SharedChanges(SharedGradients):
         self._begun = True
         self._uncounted.restart()
         outer.load(found.get("turns"))
+        if self._quorum is not None:
+            self._quorum.restart()
 
     def detach(self) -> None:
         """Lets go of the model and of the user's optimizers."""
@@ -310,7 +328,7 @@ class SharedChanges(SharedGradients):
     def _count(self, holder: str) -> bool:
         """Counts a step; returns whether an exchange was applied after it."""
         self._uncounted.restart()
-        applied = self.outer.stepped(holder)
+        applied = self._steps.stepped(holder)
         if applied and SAID not in self.outer.counter.made:
             self._uncounted.exchanged(self.outer.counter.unheld)
         return applied

@@ -11,6 +11,7 @@ from outergrad.events import (
     End,
     Evaluation,
     Event,
+    Exchange,
     Layer,
     Mishap,
     Run,
@@ -61,6 +62,14 @@ CHANGE = Change(
     back=(),
     why={"hospital-c": "it was revoked"},
 )
+EXCHANGE = Exchange(
+    rank=1,
+    step=11,
+    time=1.7e9,
+    number=12,
+    took_part=("hospital-a", "hospital-b"),
+    late=("hospital-c",),
+)
 END = End(rank=1, step=11, time=1.7e9, error="ValueError")
 
 EVENTS: dict[str, Event] = {
@@ -74,6 +83,7 @@ EVENTS: dict[str, Event] = {
     "evaluation": EVALUATION,
     "disclosure": DISCLOSURE,
     "change": CHANGE,
+    "exchange": EXCHANGE,
     "mishap": MISHAP,
     "trial": TRIAL,
     "end": END,

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from made_up_run import HOSPITALS, START, write_hospitals, write_run
-from outergrad.events import Change, Event, Mishap
+from outergrad.events import Change, Event, Exchange, Mishap
 from outergrad.record.jsonl import JSONL
 from outergrad.report import UnreadableRunError
 from outergrad.report.statement import UNKNOWN, as_text, statement_of, write_statement
@@ -107,6 +107,16 @@ def test_a_site_that_was_lost_is_named_with_the_reason(tmp_path, why):
     add(folder, *(replace(CHANGE, rank=rank, why=why) for rank in (0, 2)))
     told = facts(folder)["Who took part"]["hospital-b lost"]
     assert told == f"from step 120 on: {'it was revoked' if why else UNKNOWN}"
+
+
+def test_a_site_that_was_late_is_named_with_the_number_of_exchanges(tmp_path):
+    folder = write_hospitals(tmp_path)
+    for number, late in enumerate([(), ("hospital-b",), (), ("hospital-b",)]):
+        there = tuple(name for name in HOSPITALS if name not in late)
+        about = {"step": 120, "time": START + 12, "number": number}
+        add(folder, *(Exchange(rank=r, **about, took_part=there, late=late) for r in (0, 2)))
+    told = facts(folder)["Who took part"]["Late"]
+    assert told.startswith("hospital-b was late for 2 of 4 exchanges, last for exchange 3;")
 
 
 def test_a_loss_after_a_change_is_of_the_site_that_has_the_number_then(tmp_path):

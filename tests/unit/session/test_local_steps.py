@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 from datetime import timedelta
+from math import inf
 
 import pytest
 import torch
@@ -454,6 +455,37 @@ REFUSED = {
         "owes nothing",
     ),
     "no bool": (lambda: og.LocalSteps(2, error_reset=1), ValueError, "error_reset=1; use True or"),
+    "no quorum": (lambda: og.LocalSteps(2, quorum=0, grace=1), ValueError, "a number of sites, 1"),
+    "more than all": (
+        lambda: og.LocalSteps(2, quorum=1.5, grace=1),
+        ValueError,
+        "quorum=1.5; use a number of sites, 1 or more, or their share",
+    ),
+    "yes": (lambda: og.LocalSteps(2, quorum=True, grace=1), ValueError, "quorum=True; use a"),
+    "no grace": (lambda: og.LocalSteps(2, quorum=2), ValueError, "grace=None; use the seconds"),
+    "no time": (lambda: og.LocalSteps(2, quorum=2, grace=-1), ValueError, "grace=-1; use the"),
+    "for ever": (lambda: og.LocalSteps(2, quorum=2, grace=inf), ValueError, "grace=inf; use the"),
+    "grace alone": (lambda: og.LocalSteps(2, grace=1), ValueError, "grace=1; use it with quorum"),
+    "quorum in turns": (
+        lambda: og.LocalSteps(2, quorum=2, grace=1, stream=2),
+        ValueError,
+        "quorum=2 does not go with stream=2: .* leave stream out",
+    ),
+    "quorum meanwhile": (
+        lambda: og.LocalSteps(2, quorum=2, grace=1, overlap=1),
+        ValueError,
+        "does not go with overlap=1",
+    ),
+    "quorum and alpha": (
+        lambda: og.LocalSteps(2, quorum=2, grace=1, alpha=0.5),
+        ValueError,
+        "does not go with alpha=0.5",
+    ),
+    "quorum and what is owed": (
+        lambda: og.LocalSteps(2, quorum=2, grace=1, error_reset=True, method=og.RankDAD(rank=1)),
+        ValueError,
+        "does not go with error_reset=True",
+    ),
     "of a part": (lambda: og.PerLayer({"*": og.LocalSteps(2)}), TypeError, "around the whole"),
 }
 
@@ -463,6 +495,15 @@ def test_settings_are_checked(name):
     make, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("quorum", "sites", "least"),
+    [(None, 3, 3), (2, 3, 2), (1, 5, 1), (0.5, 3, 2), (0.5, 4, 2), (1.0, 3, 3), (0.01, 3, 1)],
+)
+def test_a_quorum_is_a_number_of_sites_or_their_share(quorum, sites, least):
+    grace = None if quorum is None else 1
+    assert og.LocalSteps(2, quorum=quorum, grace=grace).least(sites) == least
 
 
 def test_sites_with_other_outer_optimizers_do_not_begin():

@@ -193,6 +193,8 @@ def test_a_method_can_be_named_with_settings(name, method):
             "local-steps:k=2:error_reset=True:method=rank-dad-4",
             og.LocalSteps(2, method=og.RankDAD(rank=4), error_reset=True),
         ),
+        ("local-steps:k=2:quorum=2:grace=0.5", og.LocalSteps(2, quorum=2, grace=0.5)),
+        ("local-steps:k=2:quorum=0.5:grace=3", og.LocalSteps(2, quorum=0.5, grace=3)),
         (
             "local-steps:k=7:lr=1:momentum=0",
             og.LocalSteps(7, outer=lambda params: torch.optim.SGD(params, lr=1.0)),

@@ -339,6 +339,8 @@ def _local_steps(
     overlap: int = 0,
     alpha: float | None = None,
     error_reset: bool = False,
+    quorum: float | None = None,
+    grace: float | None = None,
 ) -> Distributed:
     """Federated averaging of equally weighted sites; DiLoCo with ``lr=0.7:momentum=0.9``."""
     inner = _attach_of(method)
@@ -346,6 +348,7 @@ def _local_steps(
         raise ValueError(f"method={method}; use dense, rank-dad, og-powersgd or sparse")
     outer = partial(SGD, lr=float(lr), momentum=float(momentum), nesterov=momentum > 0)
     turns = {"stream": stream, "overlap": overlap, "alpha": alpha}
+    turns |= {"quorum": quorum, "grace": grace}
     made = og.LocalSteps(k, outer=outer, method=inner.method, **turns, error_reset=error_reset)
     return Distributed(made)
 

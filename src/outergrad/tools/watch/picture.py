@@ -342,6 +342,7 @@ def traffic(watched: Watched, view: View) -> list[Text]:
         *_trial(watched),
         *_mishaps(watched),
         *_change(watched),
+        *_exchange(watched),
     ]
 
 
@@ -444,6 +445,17 @@ def _change(watched: Watched) -> list[Text]:
         return []
     last = max(changes, key=lambda change: change.epoch)
     return [labelled("sites", Text(f"{', '.join(last.sites)} from step {last.step:,} on", "bold"))]
+
+
+def _exchange(watched: Watched) -> list[Text]:
+    """Line with who was late for the last exchange that went ahead with a quorum."""
+    exchanges = [site.exchange for site in watched.sites if site.exchange is not None]
+    last = max(exchanges, key=lambda exchange: (exchange.time, exchange.number), default=None)
+    if last is None:
+        return []
+    late = f", without {', '.join(last.late)}, which was late" if last.late else ""
+    told = f"{last.number:,}: {', '.join(last.took_part)}{late}"
+    return [labelled("exchange", Text(told, "bold yellow" if late else "bold"))]
 
 
 def _silent_ones(watched: Watched, view: View) -> list[Text]:

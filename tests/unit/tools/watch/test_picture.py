@@ -15,7 +15,7 @@ from rich.console import Console
 from made_up_run import START, events, layer, watched
 from outergrad._printable import printable
 from outergrad.core.run_figures import Watched
-from outergrad.events import End, Layer, Mishap, Run, Scalars, Step, Trial
+from outergrad.events import End, Exchange, Layer, Mishap, Run, Scalars, Step, Trial
 from outergrad.tools.watch.live import summary_line
 from outergrad.tools.watch.picture import picture
 
@@ -247,6 +247,18 @@ def test_the_last_trial_is_told():
     assert "12 ms against 8 ms" in line
 
 
+@pytest.mark.parametrize("late", [(), ("hospital-c",)])
+def test_the_last_exchange_with_a_quorum_says_who_was_late(late):
+    run = watched(sites=2)
+    there = tuple(name for name in ("hospital-a", "hospital-b", "hospital-c") if name not in late)
+    for rank in range(2):
+        about = {"rank": rank, "step": 200, "time": START + 20, "took_part": there, "late": late}
+        run.take(Exchange(**about, number=7), heard=START + 20)
+    line = next(line for line in drawn(run) if line.startswith(" exchange"))
+    assert f"7: {', '.join(there)}" in line
+    assert ("without hospital-c, which was late" in line) == bool(late)
+
+
 def test_nothing_of_a_file_steers_the_terminal():
     """Names of scalars, layers and what was waited for come from a file."""
     evil = "loss\x1b]0;owned\x07\x1b[2J\n\u202e\x9b1m"
@@ -255,6 +267,7 @@ def test_nothing_of_a_file_steers_the_terminal():
     run.take(Scalars(**own, values={evil: 1.0}), heard=START + 20)
     run.take(Mishap(**own, what=evil, sites=(0,), layer=evil), heard=START + 20)
     run.take(trial(methods=(evil,), outcome=evil), heard=START + 20)
+    run.take(Exchange(**own, number=1, took_part=(evil,), late=(evil,)), heard=START + 20)
     run.take(replace(layer(0, 1, 200, "head.weight"), layer=evil, travels=evil), heard=START + 20)
     run.take(replace(run.run, method=evil, step=200), heard=START + 20)
     shown = [*drawn(run, height=None, width=200), summary_line(run, view())]
