@@ -65,6 +65,10 @@ class HubSite:
         """As a board's."""
         return self.ask(Kind.GET, key).decode() or None
 
+    def drop(self, key: str) -> None:
+        """As a board's."""
+        self.send(Kind.DROP, key.encode(), number=self._sent + 1)
+
     def put(self, key: str, content: bytes, *, as_rank: int | None = None) -> None:
         """As a board's, in two parts, of this site or another."""
         rank = self.rank if as_rank is None else as_rank

@@ -146,7 +146,14 @@ class Gathering:
     def decided(self, number: int) -> Roll | None:
         """Returns the decision on an exchange; None before there is one."""
         text = self._board.slot(self.slot("takes part", number))
-        return None if text is None else Roll.of(text, self._comm.world_size)
+        return None if text is None else self._roll(text)
+
+    def _roll(self, text: str) -> Roll:
+        """Reads a decision; raises if it is of fewer sites than a quorum: no site makes it."""
+        roll = Roll.of(text, self._comm.world_size)
+        if len(roll.there) < self._least:
+            raise ExchangeError(f"{len(roll.there)} sites decided, where {self._least} may")
+        return roll
 
     def attend(self, number: int, own: Presence) -> Roll:
         """Says that this site is there, and waits until it is decided who takes part.
@@ -208,9 +215,8 @@ class Gathering:
         return [rank for rank in range(self._comm.world_size) if rank not in there]
 
     def _decide(self, number: int, there: Mapping[int, Presence]) -> Roll:
-        sites = self._comm.world_size
-        text = Roll(there=there, sites=sites).text()
-        return Roll.of(self._board.first(self.slot("takes part", number), text), sites)
+        text = Roll(there=there, sites=self._comm.world_size).text()
+        return self._roll(self._board.first(self.slot("takes part", number), text))
 
     def _missed(self, missing: list[int], waited_s: float) -> ExchangeError:
         who = called([self._comm.sites[rank] for rank in missing])

@@ -86,6 +86,11 @@ class StarBoard(Board):
         pieces = [self._ask(Kind.GET, _piece(key, rank, number, k)) for k in range(count)]
         return self._opened(key, rank, number, b"".join(pieces)) if all(pieces) else None
 
+    def drop(self, key: str) -> None:
+        """Frees at the hub what this site has put into a slot."""
+        if self._line.ask(Kind.DROP, key.encode(), self._limit_s) is None:
+            raise BoardGoneError("the hub does not answer")
+
     def farewell(self, site: int, session: int) -> str | None:
         """Returns a site's farewell, of its process or else of the session; None without one."""
         left = self._line.texts

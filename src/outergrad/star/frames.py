@@ -71,6 +71,8 @@ class Kind(IntEnum):
     """A sum that cannot be made any more: the payload says why."""
     LATE = 20
     """Question for the sites whose part of a sum, of a lane and number, is missing at the hub."""
+    DROP = 21
+    """Name of a slot of the board whose content, of the sender, may be freed."""
 
 
 UNNUMBERED = frozenset({Kind.HELLO, Kind.WELCOME, Kind.ACK})

@@ -445,6 +445,10 @@ class Run:
         answer = self._slots.answer(frame, member.rank)
         member.answer(Frame(Kind.ANSWER, answer, run=self.number, number=frame.number))
 
+    def _drop(self, member: Member, frame: Frame) -> None:
+        answer = self._slots.drop(frame, member.rank)
+        member.answer(Frame(Kind.ANSWER, answer, run=self.number, number=frame.number))
+
     def _left(self, member: Member, frame: Frame) -> None:
         member.has_left = True
         others = self.goes_on_with() or []
@@ -551,4 +555,5 @@ _ACTIONS: dict[Kind, Callable[[Run, Member, Frame], None]] = {
     Kind.GROUP: Run._group,
     Kind.STORE: Run._store,
     Kind.LATE: Run._late,
+    Kind.DROP: Run._drop,
 }

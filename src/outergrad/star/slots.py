@@ -33,6 +33,9 @@ _SEPARATOR = b"\n"
 _OWNED = re.compile(
     rb"(?:word|made|read by|made when others came|(?:made|read|step|brought) \d+) (\d{1,5})"
 )
+_OWNED_IN_QUORUM = re.compile(rb"quorum \d+ \d+ (?:there|change) (\d{1,5}) \d+")
+_TAKES_PART = re.compile(rb"(quorum \d+ \d+) takes part (\d+)")
+"""Slots of exchanges with a quorum, as in `session/gathering.py`."""
 _WAY, _THERE = re.compile(rb"way to (\d+)"), b"there"
 _ASKED, _ANSWER = re.compile(rb"asked \d+"), re.compile(rb"answer (\d+)")
 _PIECE = re.compile(rb"(.*)/(\d{1,5})/\d+/\d+", re.DOTALL)
@@ -142,7 +145,7 @@ class Slots:
         """
         if kind == Kind.PUT:
             key = self._checked_put(key, content, writer)
-        if owned := _OWNED.fullmatch(key):
+        if owned := _OWNED.fullmatch(key) or _OWNED_IN_QUORUM.fullmatch(key):
             owner = int(owned[1])
             if owner != writer:
                 return self._may_write_of(key, owner, content)
@@ -163,9 +166,35 @@ class Slots:
             content.decode("utf-8", "replace").split()
         ):
             raise MalformedError("that sites come which do not wait")
+        elif exchange := _TAKES_PART.fullmatch(key):
+            self._check_roll(exchange, content)
         elif key == _GOING_ON and key not in self._contents:
             return self._may_go_on(content, writer)
         return True
+
+    def _check_roll(self, exchange: re.Match[bytes], content: bytes) -> None:
+        """Raises if a site says of others that they take part in what they have not come to."""
+        for rank, words in _facts_in(_text(content)).items():
+            there = b"%b there %b %b" % (exchange[1], rank.encode(), exchange[2])
+            if self._contents.get(there) != json.dumps(words).encode():
+                raise MalformedError("that sites take part which have not said so")
+
+    def drop(self, frame: Frame, writer: int) -> bytes:
+        """Frees the content that a site has put into a slot; returns nothing.
+
+        Raises:
+            MalformedError: another site has put it there, or nobody.
+        """
+        key = bytes(frame.payload)
+        head = _HEAD.fullmatch(self._contents.get(key, b""))
+        if head is None or int(head[1]) != writer:
+            raise MalformedError("to drop a content that is not its own")
+        _, number, count = map(int, head[0].split())
+        for name in (key, *(b"%b/%d/%d/%d" % (key, writer, number, k) for k in range(count))):
+            content = self._contents.pop(name, None)
+            if content is not None:
+                self._nbytes[writer, Kind.PUT] -= len(name) + len(content) + _SLOT_BYTES
+        return b""
 
     def _checked_put(self, key: bytes, content: bytes, writer: int) -> bytes:
         """Returns the slot that a piece of a content belongs to; raises if it is another site's."""

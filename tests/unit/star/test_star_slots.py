@@ -32,11 +32,14 @@ TEXTS = {
     "that others go on": (GOING_ON, MembershipRecord.proposed(3, [0, 1])),
     "that none goes on": (GOING_ON, "[]"),
     "a rank that is none": (word_slot(9), GIVEN_UP),
+    "that it is there": ("quorum 0 1 there 0 5", "[1, 1, 0]"),
+    "that others take part": ("quorum 0 1 takes part 5", '{"0": [1, 1, 0], "2": [1, 1, 0]}'),
 }
 CONTENTS = {
     "what a step brought": "step 3 0",
     "digests": "made 3 0",
     "a repeated message": answer_key(0),
+    "a change": "quorum 0 1 change 0 5",
 }
 
 
@@ -91,6 +94,16 @@ def rewritten(site, key):
     yield lambda: site.ask(Kind.FIRST, key, b"2 1 2")
 
 
+def test_sites_take_part_as_they_have_said():
+    first, other, bad, _ = three()
+    first.first("quorum 0 1 there 0 5", "[3, 1, 0]")
+    other.first("quorum 0 1 there 1 5", "[4, 1, 0]")
+    with refused(bad):
+        bad.first("quorum 0 1 takes part 5", '{"0": [9, 1, 0], "1": [4, 1, 0]}')
+    said = '{"0": [3, 1, 0], "1": [4, 1, 0]}'
+    assert first.first("quorum 0 1 takes part 5", said) == said
+
+
 @pytest.mark.parametrize("key", ["step 3 2", "made 3 2", "anything"])
 @pytest.mark.parametrize("turn", [0, 1])
 def test_what_stands_in_a_slot_stays_there(key, turn):
@@ -109,6 +122,30 @@ def test_the_parts_of_a_content_stay_too():
     assert first.get("step 3 2") == b"firstfirst"
     bad.ask(Kind.PUT, f"step 3 2/2/{number}/0", b"other")
     assert second.get("step 3 2") == b"firstfirst"
+
+
+def test_a_site_drops_what_it_has_put_and_nothing_else():
+    """Then there is room again."""
+    first, other, bad, told = three()
+    first.put("quorum 0 1 change 0 5", bytes(1 << 20))
+    first.put("quorum 0 1 change 0 6", b"more")
+    first.drop("quorum 0 1 change 0 5")
+    assert other.slot("quorum 0 1 change 0 5") is None
+    assert other.slot("quorum 0 1 change 0 6") is not None
+    with refused(bad):
+        bad.drop("quorum 0 1 change 0 6")
+    assert other.slot("quorum 0 1 change 0 6") is not None
+    (line,) = told.of("refused")
+    assert line["site"] == "c"
+
+
+def test_a_room_that_is_dropped_is_free(monkeypatch):
+    monkeypatch.setattr(slots, "MOST_BYTES", 6 << 20)
+    first, other, _, _ = three()
+    for number in range(8):
+        first.put(f"quorum 0 1 change 0 {number}", bytes(1 << 20))
+        assert other.slot(f"quorum 0 1 change 0 {number}") is not None
+        first.drop(f"quorum 0 1 change 0 {number}")
 
 
 def test_that_a_site_was_given_up_is_taken_when_it_has_had_time_to_speak():
