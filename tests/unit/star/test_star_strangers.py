@@ -15,6 +15,7 @@ import torch
 
 import outergrad as og
 from outergrad.star.authority import Identity, new_authority, new_site, read_kit
+from outergrad.star.backend import registration
 from outergrad.star.folder import HubFolder
 from outergrad.star.frames import (
     MOST_BYTES,
@@ -45,13 +46,27 @@ def alone(tmp_path):
     server.stop()
 
 
-def comes_in(server, kit, wait_s=3.0):
+def by_sessions(server, kit, wait_s=3.0):
     """Opens a star with a kit; raises what the site is told."""
     one = og.Star(f"127.0.0.1:{server.port}", kit=kit, wait_s=wait_s)
     try:
         return one.open(CPU, timeout=None)
     finally:
         one.close()
+
+
+def by_the_backend(server, kit, wait_s=3.0):
+    """Begins a process group with a kit, as torch does."""
+    meeting = registration._meeting(f"star://{kit}?hub=127.0.0.1:{server.port}&wait_s={wait_s}")
+    store, _, _ = next(meeting)
+    store.set("it", "is in")
+    registration._Begun.store().held.star.close()
+
+
+@pytest.fixture(params=[by_sessions, by_the_backend])
+def comes_in(request):
+    """Each entrance to a run."""
+    return request.param
 
 
 def written(kit, path):
@@ -67,7 +82,7 @@ def refusals(made):
     return [line["why"] for line in log_of(made) if line["what"] == "refused"]
 
 
-def test_a_site_that_was_revoked(alone, tmp_path):
+def test_a_site_that_was_revoked(alone, tmp_path, comes_in):
     made, server = alone
     comes_in(server, tmp_path / "a.kit")
     made.revoke("a")
@@ -87,7 +102,7 @@ def test_a_site_that_is_revoked_while_it_is_there(alone, tmp_path):
     one.close()
 
 
-def test_a_kit_that_a_later_one_has_replaced(alone, tmp_path):
+def test_a_kit_that_a_later_one_has_replaced(alone, tmp_path, comes_in):
     made, server = alone
     made.invite("a").write(tmp_path / "a2.kit")
     with pytest.raises(RuntimeError, match="a kit that a later one has replaced"):
@@ -95,13 +110,13 @@ def test_a_kit_that_a_later_one_has_replaced(alone, tmp_path):
     comes_in(server, tmp_path / "a2.kit")
 
 
-def test_a_site_that_takes_no_part_in_this_run(alone, tmp_path):
+def test_a_site_that_takes_no_part_in_this_run(alone, tmp_path, comes_in):
     _, server = alone
     with pytest.raises(RuntimeError, match="'b' is not among the sites for which this hub"):
         comes_in(server, tmp_path / "b.kit")
 
 
-def test_who_has_another_authority_expired_or_no_certificate(alone, tmp_path):
+def test_who_has_another_authority_expired_or_no_certificate(alone, tmp_path, comes_in):
     """TLS ends these connections before a byte of theirs is read."""
     made, server = alone
     kit, other = read_kit(tmp_path / "a.kit"), new_authority()
@@ -122,7 +137,7 @@ def test_who_has_another_authority_expired_or_no_certificate(alone, tmp_path):
     assert told[told.index("started") + 1 :][:2] == ["joined", "began"]
 
 
-def test_a_hub_that_is_another_one(alone, tmp_path):
+def test_a_hub_that_is_another_one(alone, tmp_path, comes_in):
     """A site's own certificate does not make a hub, nor does that of another star."""
     made, server = alone
     forged = replace(read_kit(tmp_path / "a.kit"), authority=new_authority().certificate)
@@ -316,9 +331,9 @@ def both_open(stars):
         return list(threads.map(lambda one: one.open(CPU), stars))
 
 
-def test_paths_may_be_text(alone, tmp_path):
+def test_paths_may_be_text(alone, tmp_path, comes_in):
     _, server = alone
-    assert comes_in(server, str(Path(tmp_path / "a.kit"))).world_size == 1
+    comes_in(server, str(Path(tmp_path / "a.kit")))
 
 
 def replaced(made):
