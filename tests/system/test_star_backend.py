@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -212,3 +213,27 @@ def test_it_trains_over_the_star_as_over_gloo(found, task):
         over_gloo, over_star = (site[backend][task] for backend in site)
         assert over_star == pytest.approx(over_gloo, rel=2e-4, abs=1e-6)
         assert len(over_star) >= STEPS
+
+
+def last_words(folder: Path, port: int, ends: bool, rank: int) -> float:
+    """Ends as soon as it has sent, or receives later."""
+    import outergrad.star.backend as star
+
+    address = f"star://{folder}/{NAMES[rank]}.kit?hub=127.0.0.1:{port}"
+    dist.init_process_group(star.NAME, init_method=address)
+    t = torch.full((4 << 20,), float(rank))
+    if rank:
+        time.sleep(0.5)
+    dist.broadcast(t, 0)
+    if ends:
+        dist.destroy_process_group()
+    return t[-1].item()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_what_a_site_sent_last_arrives_though_it_has_ended(tmp_path, ends):
+    with hub(SITES) as server:
+        for name in NAMES[:SITES]:
+            shutil.copy(kit_of(name), tmp_path)
+        works = [partial(last_words, tmp_path, server.port, ends, rank) for rank in range(SITES)]
+        assert run_processes(works, verbose=True) == [0.0, 0.0]

@@ -17,7 +17,7 @@ from outergrad.star.server import KEEPALIVE, METHOD, SERVICE
 
 _AGAIN_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _FLUSH_S = 2.0
-"""Seconds that a process which ends waits until the hub has what it sent."""
+"""Seconds in which nothing moves that a process which ends waits until the hub has what it sent."""
 _DIAL_MS = 5000
 """Longest time of one attempt: after it a cable that is back is tried anew."""
 _OPTIONS = (
@@ -93,7 +93,7 @@ class Dialler:
         threading.Thread(target=self._hang_up, name="star end", daemon=True).start()
 
     def _hang_up(self) -> None:
-        self._line.wait_for(lambda: self._line.is_flushed or not self._line.is_ready, _FLUSH_S)
+        self._line.flush(_FLUSH_S)
         self._watch.end()
         self._line.fail("this site has left")
         if self._call is not None:

@@ -173,6 +173,20 @@ class Line:
             self.changed.wait_for(lambda: done() or self.failure is not None, wait_s)
             return done()
 
+    def flush(self, patience_s: float) -> None:
+        """Waits until the hub has all that this site sent, as long as something moves.
+
+        Args:
+            patience_s: longest time, seconds, in which nothing moves.
+        """
+        began = time.monotonic()
+        with self.changed:
+            while self.is_ready and not (self.is_flushed or self.has_failed):
+                left = max(began, self._moved_at) + patience_s - time.monotonic()
+                if left <= 0:
+                    return
+                self.changed.wait(min(left, _WAIT_S))
+
     @property
     def is_flushed(self) -> bool:
         """True if the hub has all that this site sent."""

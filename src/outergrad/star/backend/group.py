@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch._compile import _disable_dynamo
 from torch.distributed import ReduceOp
 
@@ -41,6 +41,7 @@ _OF_BOOL = {"sum": "max", "product": "min"}
 """Operations of True and False in place of those of the numbers 1 and 0."""
 _OF_COMPLEX = frozenset({"sum", "mean"})
 _KEPT_WORKS, _FEW_NUMBERS = 1 << 10, 1 << 7
+_FLUSH_S = 5.0
 _LARGE_BYTES = 1 << 26
 """Bytes of a message from which on its sender waits until all others are there as well. A site
 keeps what comes early, and memory has an end."""
@@ -77,7 +78,9 @@ class StarGroup(dist.ProcessGroup):
         ExchangeError: the hub does not answer, or other sites have opened another group.
     """
 
-    supports_splitting = supports_coalescing = supports_time_estimate = False
+    supports_splitting, supports_coalescing, supports_time_estimate = True, False, False
+    options: Any = None
+    """PyTorch copies the options of a group that it splits."""
 
     def __init__(
         self,
@@ -91,7 +94,7 @@ class StarGroup(dist.ProcessGroup):
         line = held.line
         super().__init__(ranks.index(line.rank), len(ranks))  # pyright: ignore[reportCallIssue]
         self._held, self._line, self._ranks = held, line, tuple(ranks)
-        self._name, self._described = name, "undefined"
+        self._name, self._opened, self._described = name, name, "undefined"
         self._kept, self._store = store, own_store or store
         self.transport = held.star if self._ranks == tuple(range(len(line.names))) else None
         self._patience_s = timeout.total_seconds()
@@ -159,8 +162,36 @@ class StarGroup(dist.ProcessGroup):
         works, self._coalesced = self._coalesced or [], None
         return self._work([one for work in works for one in work.awaited], [])
 
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> StarGroup | None:
+        """Returns a group of some sites of this one; None on the others, which need not call it."""
+        sites = [self._ranks[rank] for rank in ranks]
+        if self._line.rank not in sites:
+            return None
+        name = group_name or "split " + " ".join(map(str, ranks))
+        limit = timeout or timedelta(seconds=self._patience_s)
+        own = PrefixStore(name, self._store)
+        split = StarGroup(self._held, f"{self._opened}/{name}", sites, limit, self._kept, own)
+        split.setGroupName(name)
+        split.setGroupDesc(group_desc or "undefined")
+        return split
+
+    def perform_nocolor_split(self, _: torch.device) -> None:
+        """Does nothing: sites that are not in a new group have no part in making it."""
+
+    def eager_connect_single_device(self, _: torch.device) -> None:
+        """Does nothing: the line is there."""
+
     def shutdown(self) -> None:
-        """Ends the threads of the group."""
+        """Ends the threads of the group, once the hub has all that this site sent."""
+        self._line.flush(min(self._patience_s, _FLUSH_S))
         self._finisher.end()
 
     abort = shutdown

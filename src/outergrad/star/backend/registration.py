@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -14,7 +15,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from outergrad.star.backend.group import NAME, StarGroup
 from outergrad.star.backend.store import HubStore
-from outergrad.star.transport import TIMEOUT_S, Star
+from outergrad.star.transport import TIMEOUT_S, Star, leave_all_stars
 
 SCHEME = "star"
 _SETTINGS = ("hub", "wait_s", "when_lost", "min_sites")
@@ -35,6 +36,8 @@ def register(*_: Any) -> None:
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _group, extended_api=True, devices=["cpu", "cuda"])
         register_rendezvous_handler(SCHEME, _meeting)
+        # As atexit, but also at the end of the processes of multiprocessing.
+        Finalize(None, leave_all_stars, exitpriority=0)
 
 
 def star_at(address: str) -> Star:

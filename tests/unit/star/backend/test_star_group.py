@@ -230,6 +230,20 @@ def test_groups_of_some_sites_have_an_order_of_their_own():
     on_star(SITES, body)
 
 
+def test_a_group_is_split():
+    def body(group):
+        split = group.split_group([0, 2], group_name="two", group_desc="of three")
+        if group.rank() == 1:
+            assert split is None
+            return
+        t = torch.full((2,), float(group.rank()))
+        split.allreduce([t]).wait()
+        assert t.tolist() == [2.0, 2.0]
+        assert (split.size(), split.group_name, split.group_desc) == (2, "two", "of three")
+
+    groups_on_star(SITES, body)
+
+
 def test_ranks_of_a_group_may_have_another_order():
     def body(_, one):
         group = group_on(one, name="turned", ranks=[2, 0, 1])
