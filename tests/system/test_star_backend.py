@@ -20,7 +20,9 @@ pytest.importorskip("grpc", reason="a hub needs grpcio")
 from torch.multiprocessing import start_processes
 
 import outergrad as og
+from outergrad.launch.links import Place, parse_link, places, what_is_missing
 from outergrad.launch.processes import run_processes
+from outergrad_lab.bench import hub as hub_of_bench
 from stars import NAMES, hub, kit_of
 
 SITES, STEPS = 2, 4
@@ -174,38 +176,51 @@ TASKS = {
 }
 
 
-def member(folder: Path, port: int, rank: int) -> dict[str, dict[str, list[float]]]:
+def member(
+    folder: Path, address: str, place: Place | None, rank: int
+) -> dict[str, dict[str, list[float]]]:
     """What all tasks find over gloo, and then over the star, in one process."""
+    if place is not None:
+        place.enter()
+        hub_of_bench.star_at(folder, rank)  # waits until the hub listens
     import outergrad.star.backend as star
 
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": SITES, "LOCAL_WORLD_SIZE": SITES}
     os.environ.update({name: str(value) for name, value in environment.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", HF_HUB_OFFLINE="1")
     torch.set_num_threads(1)
-    address = f"star://{folder / f'{NAMES[rank]}.kit'}?hub=127.0.0.1:{port}"
     store = (folder / "store").as_uri()
     groups = {
         "gloo": {"init_method": store, "rank": rank, "world_size": SITES},
-        star.NAME: {"init_method": address},
+        star.NAME: {"init_method": f"star://{folder}/{rank}.kit?hub={address}"},
     }
     found: dict[str, dict[str, list[float]]] = {}
     for backend, about in groups.items():
         dist.init_process_group(backend, **about)
-        place = folder / f"{backend}"
-        found[backend] = {name: task(place) for name, task in TASKS.items()}
+        place_of_files = folder / f"{backend}"
+        found[backend] = {name: task(place_of_files) for name, task in TASKS.items()}
         dist.barrier()
         dist.destroy_process_group()
+    hub_of_bench.say_done(folder, rank)
     return found
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("star")
-    with hub(SITES) as server:
-        for name in NAMES[:SITES]:
-            shutil.copy(kit_of(name), folder)
-        works = [partial(member, folder, server.port, rank) for rank in range(SITES)]
-        return run_processes(works, verbose=True)
+    """Each site and the hub have a network of their own, where this machine can have that."""
+    folder, link = tmp_path_factory.mktemp("star"), parse_link("1gbit")
+    if what_is_missing(link, SITES + 1):
+        with hub(SITES) as server:
+            for rank, name in enumerate(NAMES[:SITES]):
+                shutil.copy(kit_of(name), folder / f"{rank}.kit")
+            about = (folder, f"127.0.0.1:{server.port}", None)
+            works = [partial(member, *about, rank) for rank in range(SITES)]
+            return run_processes(works, verbose=True)
+    with places(SITES + 1, link) as (*sites, middle):
+        address = f"10.77.0.{SITES + 1}:{hub_of_bench.PORT}"
+        works = [partial(member, folder, address, site, rank) for rank, site in enumerate(sites)]
+        hub_work = partial(hub_of_bench.run_hub, folder, middle, SITES)
+        return run_processes([*works, hub_work], verbose=True)[:SITES]
 
 
 @pytest.mark.parametrize("task", TASKS)
