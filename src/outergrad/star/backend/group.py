@@ -9,7 +9,7 @@ import hashlib
 from collections import Counter, deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from outergrad.star.frames import ALL, Kind, Place
 from outergrad.star.sums import coded
 from outergrad.star.transport import Held
 
+T = TypeVar("T")
 NAME = "outergrad"
 _OPERATIONS = {
     "SUM": "sum",
@@ -47,7 +48,7 @@ _LARGE_BYTES = 1 << 26
 keeps what comes early, and memory has an end."""
 
 
-def _not_compiled(made: type) -> type:
+def _not_compiled(made: type[T]) -> type[T]:
     """Keeps torch.compile out of the collectives of a group, which it cannot follow."""
     for name, call in vars(made).items():
         if callable(call) and not name.startswith("__"):
