@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from outergrad._addresses import listen_at
+from outergrad.core.addresses import listen_at
 from outergrad.launch.namespaces import INTERFACE
 
 

@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from ipv6 import needs_ipv6
-from outergrad._addresses import listen_at
+from outergrad.core.addresses import listen_at
 from outergrad.launch.traffic import loopback_name
 from places import REPOSITORY
 

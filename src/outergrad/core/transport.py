@@ -210,6 +210,11 @@ class Comm(Protocol):
     min_sites: int | None = None
     """Fewest sites with which training continues after a loss; None if any loss ends it for all."""
 
+    def count(self, sent: int = 0, received: int = 0) -> None:
+        """Counts bytes that went another way than by a collective, as by the board."""
+        self.sent_bytes += sent
+        self.received_bytes += received
+
     def sum_rounds(self, nbytes: int) -> int:
         """Returns the rounds of an `all_reduce` of so many bytes; if 2, it is a `TwoRounds`."""
         return 1

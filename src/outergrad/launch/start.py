@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError  # pyright: ignore[reportPrivateImportUsage]
 
-from outergrad._addresses import Address
+from outergrad.core.addresses import Address
 from outergrad.launch.errors import RecipeError, SiteError
 from outergrad.launch.processes import error_text, run_processes
 from outergrad.launch.traffic import stay_on_loopback

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from outergrad._addresses import loopback
+from outergrad.core.addresses import loopback
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 

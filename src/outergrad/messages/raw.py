@@ -79,6 +79,14 @@ def raw(t: Tensor) -> Tensor:
     return resolved(t).detach().contiguous().view(-1).view(torch.uint8)
 
 
+def content(t: Tensor) -> bytes:
+    """Returns a copy of a tensor's bytes, which the tensor may outlive or change under."""
+    t = raw(t)
+    if t.is_cuda:  # by way of pinned memory, to which a device copies faster
+        t = torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t)
+    return t.cpu().numpy().tobytes()
+
+
 def from_raw(part: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     """The inverse of `raw`."""
     return part.clone().view(dtype).view(shape)  # clone: memory that is aligned for any dtype

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.core.transport import Comm
+from outergrad.messages.raw import content
 from outergrad.session.gathering import Gathering, Roll
 
 _POLL_S = 0.05
@@ -46,11 +47,11 @@ class PutChanges:
         """Puts this site's change there, once: others may have read it already."""
         if number in self._own:
             return
-        content = b"".join(_bytes(change[name]) for name in self._like)
-        self._comm.sent_bytes += len(content)
+        whole = b"".join(content(change[name]) for name in self._like)
+        self._comm.count(sent=len(whole))
         self._own.append(number)
-        digest = hashlib.sha256(content).digest()
-        self._gathering.board.put(self._slot(number, self._comm.rank), digest + content)
+        digest = hashlib.sha256(whole).digest()
+        self._gathering.board.put(self._slot(number, self._comm.rank), digest + whole)
 
     def mean(self, number: int, roll: Roll) -> dict[str, Tensor]:
         """Returns the mean of the changes of an exchange; waits until they are there.
@@ -74,39 +75,35 @@ class PutChanges:
         return self._gathering.slot(f"change {rank}", number)
 
     def _of(self, number: int, rank: int) -> dict[str, Tensor]:
-        content = self._read(number, rank)
+        came = self._read(number, rank)
+        digest, whole = came[:_DIGEST_BYTES], came[_DIGEST_BYTES:]
         if rank != self._comm.rank:
-            self._comm.received_bytes += len(content) - _DIGEST_BYTES
-        digest, content = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+            self._comm.count(received=len(whole))
         nbytes = sum(t.nbytes for t in self._like.values())
-        if hashlib.sha256(content).digest() != digest or len(content) != nbytes:
+        if hashlib.sha256(whole).digest() != digest or len(whole) != nbytes:
             who = self._comm.sites[rank].called
             raise ExchangeError(f"the change that {who} put on the board is damaged", (rank,))
-        return self._parsed(content)
+        return self._parsed(whole)
 
     def _read(self, number: int, rank: int) -> bytes:
         began = time.monotonic()
-        while (content := self._gathering.board.get(self._slot(number, rank))) is None:
+        while (came := self._gathering.board.get(self._slot(number, rank))) is None:
             self._look()
             if (waited_s := time.monotonic() - began) > self._comm.patience_s:
                 who = self._comm.sites[rank].called
                 told = f"{who} has not put its change on the board within {waited_s:.0f} s"
                 raise ExchangeError(told, (rank,), kind=Failure.TIMEOUT)
             time.sleep(_POLL_S)
-        return content
+        return came
 
-    def _parsed(self, content: bytes) -> dict[str, Tensor]:
+    def _parsed(self, whole: bytes) -> dict[str, Tensor]:
         found, at = dict[str, Tensor](), 0
-        room = bytearray(content)  # of its own, as PyTorch warns of memory that is read-only
+        room = bytearray(whole)  # of its own, as PyTorch warns of memory that is read-only
         for name, t in self._like.items():
             part = torch.frombuffer(room, dtype=torch.uint8, count=t.nbytes, offset=at)
             found[name] = part.clone().view(t.dtype).view(t.shape).to(t.device, _wide(t))
             at += t.nbytes
         return found
-
-
-def _bytes(t: Tensor) -> bytes:
-    return t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _wide(t: Tensor) -> torch.dtype:

@@ -13,6 +13,7 @@ from outergrad.comm.cost import StarCost
 from outergrad.comm.work import Ready
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.core.transport import Comm, Enough
+from outergrad.messages.raw import content
 from outergrad.star.arrivals import Arrival
 from outergrad.star.board import AT_END, AT_EXIT, StarBoard
 from outergrad.star.frames import ALL, Kind, Place
@@ -80,7 +81,7 @@ class StarComm(Comm):
         self._book_sum(t.nbytes)
         place = self._line.place(Kind.SUM, 0, dtype=coded(_name(t)))
         arrival = self._line.expect(place, {ALL: t.nbytes})
-        self._line.send(place, _bytes(t))
+        self._line.send(place, content(t))
         return self._work(place, arrival, lambda rooms: _copy_into(t, rooms[ALL]))
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> StarWork | Ready:
@@ -178,7 +179,7 @@ class StarComm(Comm):
         """Sends a tensor, unless it is empty or there is no other site."""
         if not t.numel() or self.world_size == 1:
             return
-        payload = _bytes(t)
+        payload = content(t)
         if self._seal is not None:
             payload = self._seal.sealed(place, payload, recipient)
         self._line.send(place, payload, recipient)
@@ -242,11 +243,6 @@ class StarNotes:
 
     def stay(self, sites: Sequence[int]) -> None:
         """Does nothing: the hub stays when this site goes."""
-
-
-def _bytes(t: Tensor) -> bytes:
-    """Returns a copy of a tensor's bytes: the tensor may change before they are sent."""
-    return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _tensor(room: np.ndarray, like: Tensor) -> Tensor:

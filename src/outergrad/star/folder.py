@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from outergrad._addresses import read_address, read_host
 from outergrad._whole_files import write_whole
+from outergrad.core.addresses import read_address, read_host
 from outergrad.star.authority import (
     DAYS,
     Identity,

@@ -10,7 +10,7 @@ import ssl
 from dataclasses import dataclass, field
 from typing import Any
 
-from outergrad._addresses import Address, read_address
+from outergrad.core.addresses import Address, read_address
 from outergrad.star.authority import Kit, now, read_certificate
 
 _LIMIT_S, _LEAST_S = 3.0, 1.0

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 from cryptography.x509 import Certificate
 
-from outergrad._addresses import Address, read_address
+from outergrad.core.addresses import Address, read_address
 from outergrad.star.authority import name_in, now, read_certificate
 from outergrad.star.connections import GREETING_S, Connections, Pace, host_in, most_connections
 from outergrad.star.folder import HubFolder

@@ -13,11 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from outergrad._addresses import read_address
+from outergrad.core.addresses import read_address
 from outergrad.core.packages import require
-
-if TYPE_CHECKING:
-    from outergrad.star.line import Line
 
 if TYPE_CHECKING:
     from outergrad.star.authority import Kit

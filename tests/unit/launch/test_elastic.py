@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from ipv6 import needs_ipv6
-from outergrad._addresses import Address, listen_at
+from outergrad.core.addresses import Address, listen_at
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.start import fresh_store, shared_store
 

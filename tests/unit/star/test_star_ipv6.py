@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import outergrad as og
 from ipv6 import needs_ipv6
-from outergrad._addresses import Address
+from outergrad.core.addresses import Address
 from outergrad.star import reach
 from outergrad.star.authority import read_certificate, read_kit
 from outergrad.star.folder import HubFolder

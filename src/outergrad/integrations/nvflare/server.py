@@ -19,7 +19,7 @@ from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.f3.cellnet.utils import make_reply as make_cell_reply
 from nvflare.fuel.f3.message import Message
 
-from outergrad._addresses import Address, loopback
+from outergrad.core.addresses import Address, loopback
 from outergrad.integrations.nvflare.tunnel import CHANNEL, OPEN, Tunnels, name_in
 from outergrad.star.authority import Kit
 from outergrad.star.folder import HubFolder

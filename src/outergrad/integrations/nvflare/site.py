@@ -21,7 +21,7 @@ from nvflare.app_common.tie.connector import Connector
 from nvflare.app_common.tie.executor import TieExecutor
 from nvflare.app_common.tie.process_mgr import CommandDescriptor
 
-from outergrad._addresses import Address, listen_at, loopback
+from outergrad.core.addresses import Address, listen_at, loopback
 from outergrad.integrations.nvflare.server import HUB_CELL, KIT
 from outergrad.integrations.nvflare.tunnel import OPEN, Tunnels
 from outergrad.star.authority import Kit

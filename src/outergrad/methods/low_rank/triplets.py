@@ -194,7 +194,7 @@ _SPARE_PER_ROW = 2
 
 _SPARE_PER_ROW_LATER = 4
 """Triplets per spare direction of a budget that has found its shares, where the whole rest is
-remembered: what one iteration misses is sent later, and it misses 0.1% of the energy either way."""
+remembered: what one iteration misses is sent later."""
 
 _KNOWN_SHARE = 0.5
 """Share of the directions to iterate on that must be known: one iteration finds the others less

@@ -20,6 +20,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed import ReduceOp
 
 from outergrad.core.errors import ExchangeError, Failure
+from outergrad.messages.raw import content
 from outergrad.star.backend.store import HubStore
 from outergrad.star.backend.works import Awaited, Finisher, FirstOf, LineWork, Rooms, Waiting
 from outergrad.star.frames import ALL, Kind, Place
@@ -43,6 +44,7 @@ _OF_BOOL = {"sum": "max", "product": "min"}
 _OF_COMPLEX = frozenset({"sum", "mean"})
 _KEPT_WORKS, _FEW_NUMBERS = 1 << 10, 1 << 7
 _FLUSH_S = 5.0
+"""Longest time, seconds, in which nothing moves while a group that ends sends its last messages."""
 _LARGE_BYTES = 1 << 26
 """Bytes of a message from which on its sender waits until all others are there as well. A site
 keeps what comes early, and memory has an end."""
@@ -255,9 +257,12 @@ class StarGroup(dist.ProcessGroup):
         if self.size() == 1 or not t.numel():
             return []
         place = self._line.place(Kind.SUM, self._lane, code)
-        arrival = self._line.expect(place, {ALL: numbers.nbytes} if mine else {})
-        self._line.send(place, _bytes(numbers), ALL if root is None else self._ranks[root])
-        return [Awaited(place, arrival, lambda rooms: _write(rooms[ALL], into))] if mine else []
+        awaited = []
+        if mine:
+            arrival = self._line.expect(place, {ALL: numbers.nbytes})
+            awaited = [Awaited(place, arrival, lambda rooms: _write(rooms[ALL], into))]
+        self._line.send(place, content(numbers), ALL if root is None else self._ranks[root])
+        return awaited
 
     def _sparse_sum(self, t: Tensor, operation: str) -> LineWork:
         """Sums sparse tensors, whose entries all sites exchange: their numbers differ."""
@@ -326,7 +331,7 @@ class StarGroup(dist.ProcessGroup):
         place = self._line.place(Kind.GATHER, self._lane)
         awaited = self._expected(place, outputs)
         if own.numel():
-            self._line.send(place, _bytes(own))
+            self._line.send(place, content(own))
         return awaited
 
     def gather(
@@ -392,7 +397,7 @@ class StarGroup(dist.ProcessGroup):
         awaited = self._expected(place, outputs)
         for rank, part in enumerate(parts):
             if rank != self.rank() and part.numel():
-                self._line.send(place, _bytes(part), self._ranks[rank])
+                self._line.send(place, content(part), self._ranks[rank])
         return awaited
 
     def _expected(self, place: Place, outputs: Sequence[Tensor]) -> list[Awaited]:
@@ -402,13 +407,15 @@ class StarGroup(dist.ProcessGroup):
             for rank, into in enumerate(outputs)
             if rank != self.rank() and into.numel()
         }
+        if not wanted:
+            return []
         arrival = self._line.expect(place, {site: into.nbytes for site, into in wanted.items()})
 
         def write(rooms: Rooms) -> None:
             for site, into in wanted.items():
                 _write(rooms[site], into)
 
-        return [Awaited(place, arrival, write)] if wanted else []
+        return [Awaited(place, arrival, write)]
 
     # -- from one site to another ---------------------------------------------------------------
 
@@ -417,7 +424,7 @@ class StarGroup(dist.ProcessGroup):
         (t,) = tensors
         place = self._between(self.rank(), rank, tag, self._sent)
         if t.numel():
-            self._line.send(place, _bytes(t), self._ranks[rank])
+            self._line.send(place, content(t), self._ranks[rank])
         return self._work([], tensors)
 
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> LineWork:
@@ -512,15 +519,6 @@ def _code(numbers: Tensor, operation: str) -> int:
         return coded(dtype, operation)
     except ValueError:
         raise ValueError(f"a hub makes no {operation!r} of numbers of type {dtype}") from None
-
-
-def _bytes(t: Tensor) -> bytes:
-    """Returns a copy of a tensor's bytes: the tensor may change before they are sent."""
-    t = t.detach().resolve_conj().resolve_neg()
-    if t.is_cuda:
-        pinned = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
-        t = pinned.copy_(t)
-    return t.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _write(room: np.ndarray, into: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -80,12 +81,13 @@ class FirstOf(Waiting):
         self, has_come: Callable[[], int | None], receive: Callable[[int], LineWork]
     ) -> None:
         self._has_come, self._receive = has_come, receive
-        self.source = -1
+        self.source, self._began = -1, time.monotonic()
 
     def is_due(self, line: Line, patience_s: float) -> bool:
-        """True if a message has begun to come, or none can come."""
+        """True if a message has begun to come, none can come, or it is too late for one."""
+        is_late = time.monotonic() - self._began > patience_s
         try:
-            return self._has_come() is not None or line.has_failed
+            return is_late or line.has_failed or self._has_come() is not None
         except ExchangeError:
             return True
 
@@ -162,7 +164,7 @@ class LineWork(Work):
                 _set(self._future, self._results, self._error)
 
     def is_due(self) -> bool:
-        """True if `finish` would not wait; callers hold the lock of the line."""
+        """True if `finish` would not wait."""
         return all(one.is_due(self._line, self._patience_s) for one in self._awaited)
 
     def is_completed(self) -> bool:

@@ -22,10 +22,10 @@ from rich.table import Table
 from rich.text import Text
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from outergrad._addresses import loopback
 from outergrad._amounts import many, seconds, times
 from outergrad._printable import printable
 from outergrad.comm.board import bounded
+from outergrad.core.addresses import loopback
 from outergrad.core.errors import BoardGoneError
 from outergrad.launch.console import say
 from outergrad.launch.errors import SiteError

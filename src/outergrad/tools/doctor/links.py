@@ -15,9 +15,9 @@ from io import BufferedRWPair
 from itertools import chain, combinations
 from typing import Any
 
-from outergrad._addresses import Address, listen_at
 from outergrad._amounts import amount, seconds, times
 from outergrad.comm.cost import Collective, RingCost, waits_of
+from outergrad.core.addresses import Address, listen_at
 from outergrad.tools.doctor.findings import Finding, note, ok, problem
 from outergrad.tools.doctor.meeting import Board, Roll, Site, UnmetError
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from outergrad._addresses import Address, loopback, read_address
 from outergrad.comm.board import StoreBoard, bounded
+from outergrad.core.addresses import Address, loopback, read_address
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.start import master_host
 from outergrad.tools.doctor.findings import Finding, Level, named, note, ok, problem, warning

@@ -191,6 +191,39 @@ def test_a_message_of_any_site():
     assert groups_on_star(SITES, body)[0] == [(2, 2.0), (1, 1.0)]
 
 
+def test_nobody_sends_within_the_timeout():
+    """A future ends, too, though nothing that its thread could see has happened."""
+
+    def body(group):
+        work = group.recv_anysource([torch.zeros(1)], 0)
+        with pytest.raises(ExchangeError, match="Timed out waiting 1000ms"):
+            work.get_future().wait()
+        group.barrier().wait()
+
+    groups_on_star(SITES, body, timeout_s=1.0)
+
+
+def test_nothing_is_left_of_collectives_that_are_over():
+    """Also of those of which a site only sends a part, as every step of FSDP2 has some."""
+
+    def body(group):
+        rank, own = group.rank(), torch.ones(6)
+        for at in range(SITES):
+            group.broadcast([own], root(at)).wait()
+            group.reduce([own], root(at)).wait()
+            group.gather([[torch.ones(6)] * SITES] if rank == at else [], [own], root(at)).wait()
+            parts = [torch.ones(6)] * SITES
+            group.scatter([own], [parts] if rank == at else [], root(at)).wait()
+        group.reduce_scatter_single(torch.ones(2), own).wait()
+        group.allreduce([own]).wait()
+        group.send([own], (rank + 1) % SITES).wait()
+        group.recv([own], (rank - 1) % SITES).wait()
+        group.barrier().wait()
+        assert not group._line._arrivals
+
+    groups_on_star(SITES, body)
+
+
 def test_futures_are_set_without_a_wait_and_may_wait_for_others():
     def body(group):
         t, more = torch.ones(4), torch.ones(2)

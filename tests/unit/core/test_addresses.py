@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from outergrad._addresses import Address, loopback, read_address, read_host
+from outergrad.core.addresses import Address, loopback, read_address, read_host
 
 READ = {
     "hub.example.org:8443": ("hub.example.org", 8443),
