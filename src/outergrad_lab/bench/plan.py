@@ -9,7 +9,7 @@ from pathlib import Path
 from outergrad.launch.errors import RecipeError
 from outergrad.tools.plan.subject import check_subject
 from outergrad_lab.peers.named import attach_of
-from outergrad_lab.training.job import require
+from outergrad_lab.training.job import OPTIMIZERS, require
 from outergrad_lab.workloads import WORKLOADS, Workload
 
 COMPARED = ("ddp", "powersgd-4", "dense", "dad", "rank-dad-4", "auto")
@@ -30,6 +30,7 @@ class Plan:
         warmup: Untimed steps before the first block of a method.
         seconds: Seconds on one link after which a method gets no further round.
         threads: PyTorch's, at each site.
+        optimizer: A key of `OPTIMIZERS`; if None, SGD, which is cheap, and Adam to a loss.
         until_loss: Test loss until which real data is trained on, instead of timing steps.
         check_every: Steps between two checks of the test loss.
         max_steps: Steps after which a method that has not reached the loss is abandoned.
@@ -45,6 +46,7 @@ class Plan:
     warmup: int = 3
     seconds: float = 120
     threads: int = 1
+    optimizer: str | None = None
     until_loss: float | None = None
     check_every: int = 20
     max_steps: int = 5000
@@ -58,6 +60,8 @@ class Plan:
             raise RecipeError("--methods must not be pooled: pooled exchanges nothing")
         if not self.methods or len(set(self.methods)) < len(self.methods):
             raise RecipeError("--methods must name each method once, and at least one")
+        known = self.optimizer is None or self.optimizer in OPTIMIZERS
+        require(known, "optimizer", f"one of {', '.join(OPTIMIZERS)}", self, OPTIMIZERS)
         require(self.sites >= 2, "sites", "2 or more", self)
         for name in ("steps", "rounds", "threads", "check_every", "max_steps"):
             require(getattr(self, name) >= 1, name, "1 or more", self)

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import Optimizer
 
 from outergrad.tools.plan.subject import subject
 from outergrad_lab.bench.plan import Plan
 from outergrad_lab.data import Dataset, load, missing_files, synthetic
 from outergrad_lab.peers.named import attach_of
-from outergrad_lab.training.job import ADAM_EPS
+from outergrad_lab.training.job import optimizer_of
 from outergrad_lab.training.split import Batches, even_split, full_batches
 from outergrad_lab.workloads import Workload
 
@@ -169,7 +169,7 @@ class Trainer:
         model, self.losses = _built(plan, data, site)
         self.group = None if method == "alone" else _new_group()
         self.replica = attach_of(method)(model, self.group)
-        self.optimizer = _optimizer(plan, model.parameters())
+        self.optimizer = _optimizer(plan, model)
 
     def step(self) -> Phases:
         """Takes one step on the next batch."""
@@ -209,7 +209,7 @@ def _new_group() -> dist.ProcessGroup:
     return group
 
 
-def _optimizer(plan: Plan, parameters: Iterator[torch.nn.Parameter]) -> Optimizer:
-    if plan.until_loss and plan.recipe:
-        return Adam(parameters, lr=plan.recipe.lr, eps=ADAM_EPS)
-    return SGD(parameters, lr=1e-3)  # cheap: the exchange is what is timed
+def _optimizer(plan: Plan, model: nn.Module) -> Optimizer:
+    lr = plan.recipe.lr if plan.until_loss and plan.recipe else 1e-3
+    # SGD is cheap: the exchange is what is timed
+    return optimizer_of(plan.optimizer or ("adam" if plan.until_loss else "sgd"), model, lr)

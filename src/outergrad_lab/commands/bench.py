@@ -21,6 +21,7 @@ from outergrad_lab.bench.report import Report, result_file
 from outergrad_lab.bench.run import bench as run_bench
 from outergrad_lab.bench.run import notes
 from outergrad_lab.peers.named import METHOD_HELP
+from outergrad_lab.training.job import OPTIMIZERS
 
 LinkRates = Annotated[
     str,
@@ -46,6 +47,12 @@ Seconds = Annotated[
     float | None,
     typer.Option(
         help="Longest time for one method on one link.", show_default="120, or 900 to a loss"
+    ),
+]
+Optimizer = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Of the training: {', '.join(OPTIMIZERS)}.", show_default="sgd, or adam to a loss"
     ),
 ]
 Threads = Annotated[int, typer.Option(help="PyTorch's, at each site.")]
@@ -81,6 +88,7 @@ def bench(
     warmup: Warmup = Plan.warmup,
     seconds: Seconds = None,
     threads: Threads = Plan.threads,
+    optimizer: Optimizer = None,
     until_loss: UntilLoss = None,
     max_steps: MaxSteps = Plan.max_steps,
     check_every: CheckEvery = Plan.check_every,
@@ -104,6 +112,7 @@ def bench(
             warmup=warmup,
             seconds=(900 if until_loss else Plan.seconds) if seconds is None else seconds,
             threads=threads,
+            optimizer=optimizer,
             until_loss=until_loss,
             max_steps=max_steps,
             check_every=check_every,

@@ -37,7 +37,13 @@ BatchSize = Annotated[int, typer.Option(help="Rows per site and step, on average
 LearningRate = Annotated[float, typer.Option("--lr", help="Learning rate.")]
 Optimizer = Annotated[
     str,
-    typer.Option(help=f"{', '.join(OPTIMIZERS)}: SGD without and with a momentum of 0.9, signSGD."),
+    typer.Option(
+        help=f"{', '.join(OPTIMIZERS)}: SGD without and with a momentum of 0.9, signSGD, and Muon "
+        "for matrices with Adam for all else."
+    ),
+]
+Decay = Annotated[
+    float, typer.Option(help="Share of the rate at the end, reached by a cosine; 1: constant.")
 ]
 Seed = Annotated[int, typer.Option(help="Of the weights, the split and the order of the rows.")]
 Widths = Annotated[
@@ -135,6 +141,7 @@ def train(
     batch_size: BatchSize = Job.batch_size,
     lr: LearningRate = Job.lr,
     optimizer: Optimizer = Job.optimizer,
+    decay: Decay = Job.decay,
     seed: Seed = Job.seed,
     widths: Widths = None,
     activation: Activation = None,
@@ -168,6 +175,7 @@ def train(
             batch_size=batch_size,
             lr=lr,
             optimizer=optimizer,
+            decay=decay,
             seed=seed,
             widths=None if widths is None else parse_widths(widths),
             activation=activation,

@@ -162,7 +162,7 @@ def _site(
 ) -> Course:
     first = group.rank() == 0
     own = hospitals[group.rank() :: group.size()]  # all, if one model learns from all
-    with closing(start(work, data, rows_by_site, group=group)) as training:
+    with closing(start(work, data, rows_by_site, group=group, steps=work.steps)) as training:
         steps = work.steps or work.epochs * training.batches.steps
         course = Course(sum(p.numel() for p in training.replica.model.parameters()))
         marks = work.marks(steps)

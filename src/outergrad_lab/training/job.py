@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import partial
+from math import cos, pi
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from outergrad.launch.errors import RecipeError
+from outergrad.optim import Muon, muon_groups
 from outergrad.tools.named_methods.attach import did_you_mean
 from outergrad_lab.data import SOURCES
 from outergrad_lab.models import MODELS, require_fit
@@ -48,13 +51,24 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": SGD,
     "momentum": partial(SGD, momentum=0.9),
     "sign": Sign,
+    "muon": partial(Muon, eps=ADAM_EPS),
 }
 """Constructors that take the parameters and `lr=`; "sgd" and "sign" are without momentum."""
 
 
-def optimizer_of(name: str, parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
-    """Returns the optimizer of a name, a key of `OPTIMIZERS`."""
-    return OPTIMIZERS[name](parameters, lr=lr)
+def optimizer_of(name: str, model: nn.Module, lr: float) -> Optimizer:
+    """Returns the optimizer of a name, a key of `OPTIMIZERS`, for a model that is trained whole."""
+    params = muon_groups(model) if name == "muon" else model.parameters()
+    return OPTIMIZERS[name](params, lr=lr)
+
+
+def decayed(optimizer: Optimizer, steps: int, share: float) -> LambdaLR:
+    """Returns a schedule that lowers the learning rate by half a cosine, to a share of itself."""
+
+    def factor(step: int) -> float:
+        return share + (1 - share) * (1 + cos(pi * min(step / steps, 1))) / 2
+
+    return LambdaLR(optimizer, factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +85,7 @@ class Job:
         batch_size: Rows per site and step; their mean, where sites hold more or less.
         lr: Learning rate of the optimizer.
         optimizer: A key of `OPTIMIZERS`.
+        decay: Share of the learning rate at the end, reached by a cosine; 1 for a constant rate.
         seed: Seed of the weights, the split and the order of the rows.
         widths: Features of the hidden layers; the model's own default if None.
         activation: A key of `ACTIVATIONS`; the model's own if None.
@@ -87,6 +102,7 @@ class Job:
     batch_size: int = 32
     lr: float = 1e-3
     optimizer: str = "adam"
+    decay: float = 1.0
     seed: int = 0
     widths: tuple[int, ...] | None = None
     activation: str | None = None
@@ -106,6 +122,7 @@ class Job:
         attach_of(self.method, local=self.local, joint=self.joint)
         for name in ("sites", "epochs", "batch_size", "lr"):
             require(getattr(self, name) > 0, name, "above 0", self)
+        require(0 <= self.decay <= 1, "decay", "from 0 to 1", self)
         require(self.seed >= 0, "seed", "0 or above", self)
         require(all(width > 0 for width in self.widths or ()), "widths", "above 0", self)
         require_fit(self.model, SOURCES[self.data].format, self.widths, self.activation)

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from outergrad.record.jsonl import JSONL
 from outergrad.tools.named_methods.attach import Distributed, Replica
 from outergrad_lab.data import Dataset
 from outergrad_lab.models import build_model
 from outergrad_lab.peers.named import attach_of
-from outergrad_lab.training.job import Job, optimizer_of
+from outergrad_lab.training.job import Job, decayed, optimizer_of
 from outergrad_lab.training.recording import Recording
 from outergrad_lab.training.sites import Group, mean_over_sites, number_in, smallest_over_sites
 from outergrad_lab.training.split import SPLITS, Batches, Rows, batch_sizes, full_batches
@@ -38,6 +39,7 @@ class Training:
         batches: The batches of this site.
         replica: The model.
         optimizer: Its optimizer.
+        schedule: Schedule of its learning rate.
         recording: Recording of the training.
         tested: Numbers of this site's rows among the test rows.
         group: The sites.
@@ -47,6 +49,7 @@ class Training:
     batches: Batches
     replica: Replica
     optimizer: Optimizer
+    schedule: LRScheduler
     recording: Recording
     tested: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     group: Group = None
@@ -65,6 +68,7 @@ class Training:
             loss = self.batches.weight * own
             (own if self.replica.weighted else loss).backward()
             self.optimizer.step()
+            self.schedule.step()
             value = loss.item()
             self.recording.step(value)
             yield value
@@ -96,6 +100,7 @@ def start(
     group: Group = None,
     present: Sequence[int] | None = None,
     options: Mapping[str, Any] | None = None,
+    steps: int | None = None,
 ) -> Training:
     """Makes the model and the batches of a job; all sites must call it.
 
@@ -107,6 +112,7 @@ def start(
         group: The sites.
         present: Their numbers, where some of the job's sites are left out.
         options: Further arguments of `og.distribute`, where it is outergrad that exchanges.
+        steps: Steps over which the learning rate decays; those of the job's epochs if None.
     """
     with _SEEDING:
         torch.manual_seed(job.seed)
@@ -116,11 +122,14 @@ def start(
         both = {**attach.options, **(options or {})}
         attach = replace(attach, recorder=recorder, options=both)
     replica = attach(model, group)
+    batches = site_batches(job, data, rows_by_site, group, present)
+    optimizer = optimizer_of(job.optimizer, model, job.lr)
     return Training(
         data=data,
-        batches=site_batches(job, data, rows_by_site, group, present),
+        batches=batches,
         replica=replica,
-        optimizer=optimizer_of(job.optimizer, model.parameters(), job.lr),
+        optimizer=optimizer,
+        schedule=decayed(optimizer, steps or job.epochs * batches.steps, job.decay),
         recording=Recording(recorder, job.method, replica, group),
         tested=test_rows(job, data)[number_in(group, present)],
         group=group,

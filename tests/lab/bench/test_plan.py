@@ -15,6 +15,7 @@ COUNTS = ("sites", "steps", "rounds", "threads", "check_every", "max_steps")
 BAD = [
     ("workload", "chess", "one of mlp, "),
     ("rows", 0, " or more, not 0"),
+    ("optimizer", "magic", "one of adam, "),
     ("methods", (), "at least one"),
     ("methods", ("ddp", "dad", "ddp"), "each method once"),
     ("methods", ("magic",), "not 'magic'"),

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from outergrad.launch.errors import RecipeError
+from outergrad.optim import Muon
 from outergrad_lab.bench.plan import Plan
 from outergrad_lab.bench.run import count_parameters
 from outergrad_lab.bench.trainer import Phases, Trainer, batches, dataset
@@ -56,10 +57,13 @@ def test_batches_come_without_end_and_the_same_again(tmp_path):
     assert all(x.equal(u) and y.equal(v) for (x, y), (u, v) in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize(("until_loss", "kind"), [(None, SGD), (0.5, Adam)])
-def test_a_step_is_timed_phase_by_phase(tmp_path, until_loss, kind):
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [({}, SGD), ({"until_loss": 0.5}, Adam), ({"optimizer": "muon"}, Muon)],
+)
+def test_a_step_is_timed_phase_by_phase(tmp_path, settings, kind):
     data, _ = dataset(Plan(workload="deep-mlp", data_dir=tmp_path))
-    plan = Plan(workload="deep-mlp", until_loss=until_loss)
+    plan = Plan(workload="deep-mlp", **settings)
     trainers = [Trainer(plan, "alone", data, site) for site in (0, 1)]
     weights = [list(trainer.replica.model.parameters()) for trainer in trainers]
     assert all(a.equal(b) for a, b in zip(*weights, strict=True))

@@ -17,6 +17,7 @@ WRONG = {
     "epochs": -1,
     "batch_size": 0,
     "lr": 0.0,
+    "decay": 1.5,
     "seed": -1,
     "widths": (3, 0),
     "activation": "sine",
