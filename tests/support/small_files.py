@@ -113,6 +113,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "tinyshakespeare": write_text,
     "war-and-peace": write_book,
     "imdb": write_classified("train.csv.gz", "test.csv.gz", column="text", classes=2),
+    "film-reviews": write_classified("train.csv.gz", "test.csv.gz", column="text", classes=2),
     "ag-news": write_classified(
         "train_subset.csv.gz", "test.csv.gz", column="description", classes=4
     ),

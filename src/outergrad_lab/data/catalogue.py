@@ -23,6 +23,7 @@ from outergrad_lab.data.images import (
 from outergrad_lab.data.texts import (
     VOCABULARY,
     read_ag_news,
+    read_film_reviews,
     read_imdb,
     read_tinyshakespeare,
     read_war_and_peace,
@@ -88,6 +89,12 @@ _MNIST_FILES = {
 }
 _MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 _UCI = "https://archive.ics.uci.edu/ml/machine-learning-databases/"
+_IMDB = (
+    Original(
+        "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz",
+        "7c2ac02c03563afcf9b574c7e56c153a",
+    ),
+)
 _AG_NEWS = "https://raw.githubusercontent.com/mhjabreel/CharCnn_Keras/master/data/ag_news_csv/"
 
 SOURCES: dict[str, Source] = {
@@ -232,12 +239,19 @@ SOURCES: dict[str, Source] = {
         files={"train.csv.gz": "", "test.csv.gz": ""},
         origin="Large Movie Review Dataset, https://ai.stanford.edu/~amaas/data/sentiment, its "
         "labelled part",
-        made_from=(
-            Original(
-                "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz",
-                "7c2ac02c03563afcf9b574c7e56c153a",
-            ),
-        ),
+        made_from=_IMDB,
+        convert=converters.convert_imdb,
+        licence="none stated: for research, not to be passed on",
+        size="84 MB",
+    ),
+    "film-reviews": Source(
+        summary="rows of 129 tokens of reviews of films",
+        read=read_film_reviews,
+        format=Format(shape=(128,), classes=VOCABULARY, tokens=True),
+        files={"train.csv.gz": "", "test.csv.gz": ""},
+        folder="imdb",
+        origin="as imdb",
+        made_from=_IMDB,
         convert=converters.convert_imdb,
         licence="none stated: for research, not to be passed on",
         size="84 MB",

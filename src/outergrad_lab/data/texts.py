@@ -1,4 +1,4 @@
-"""Readers of texts with one class each."""
+"""Readers of texts: with one class each, and for the prediction of each next token."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import csv
 import gzip
 import io
 import re
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,34 @@ def _read(texts: Texts, folder: Path) -> Dataset:
     arrays = cached(texts.name, key_of(settings, paths), partial(_make, texts, *paths))
     found = {name: torch.from_numpy(arrays[name].astype(np.int64)) for name in arrays}
     return Dataset(**found, classes=texts.classes, vocabulary=VOCABULARY)
+
+
+def read_film_reviews(folder: Path) -> Dataset:
+    """Reads all words of IMDB's reviews, for the prediction of each next token.
+
+    Reviews follow each other, with the padding's id between them, in rows of 129 tokens without
+    overlap, as characters of a book.
+    """
+    paths = (folder / IMDB.train, folder / IMDB.test)
+    settings = ("film-reviews", ROW, VOCABULARY, tokenizers_version("film-reviews"))
+    arrays = cached("film-reviews", key_of(settings, paths), partial(_make_running, *paths))
+    rows = [torch.from_numpy(arrays[part].astype(np.int64)) for part in ("train", "test")]
+    halves = [half for part in rows for half in (part[:, :-1], part[:, 1:])]
+    return Dataset(*halves, classes=VOCABULARY)
+
+
+def _make_running(train: Path, test: Path) -> Arrays:
+    whole = replace(IMDB, length=sys.maxsize)
+    (train_texts, _), (test_texts, _) = (_part(whole, path) for path in (train, test))
+    tokenizer = learn_tokens(train_texts)
+    return {"train": _running(tokenizer, train_texts), "test": _running(tokenizer, test_texts)}
+
+
+def _running(tokenizer: Any, texts: Sequence[str]) -> np.ndarray:
+    """Returns rows of ids of texts that follow each other, uint16, (rows, 129)."""
+    encoded = (np.array([*row.ids, PADDING], np.uint16) for row in tokenizer.encode_batch(texts))
+    ids = np.concatenate([*encoded])
+    return ids[: len(ids) // ROW * ROW].reshape(-1, ROW)
 
 
 def _make(texts: Texts, train: Path, test: Path) -> Arrays:
