@@ -36,7 +36,11 @@ NAMES = {
     "fedavg": "FedAvg",
     "demo": "DeMo",
     "sparseloco": "SparseLoCo",
+    "muloco": "MuLoCo",
+    "lordo": "LoRDO",
     "dion": "Dion",
+    "dion2": "Dion2",
+    "ef21-muon": "EF21-Muon",
     "acp-sgd": "ACP-SGD",
     "sparta": "SPARTA",
 }
@@ -68,7 +72,11 @@ LOOKS: dict[str, Style] = {
     "fedavg": {"color": "#b22222", "linewidth": 2.4, "marker": "*"},
     "demo": {"color": "#e15a97", "linestyle": "--", "marker": "1"},
     "sparseloco": {"color": "#6b8e23", "linestyle": "--", "marker": "2"},
+    "muloco": {"color": "#9a3b26", "linestyle": "--", "marker": "*"},
+    "lordo": {"color": "#7a7a2e", "linestyle": "--", "marker": "h"},
     "dion": {"color": "#1f9bcf", "linestyle": "--", "marker": "3"},
+    "dion2": {"color": "#126a93", "linestyle": "--", "marker": "3"},
+    "ef21-muon": {"color": "#c9641a", "linestyle": "--", "marker": "D"},
     "acp-sgd": {"color": "#5b4fc7", "linestyle": "--", "marker": "4"},
     "sparta": {"color": "#a67c52", "linestyle": "--", "marker": "+"},
 }

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outergrad.methods.common import Settings, require
+from outergrad_lab.peers.muon_steps import hidden_weights, muon_step
 from outergrad_lab.peers.packing import VALUES, Entries, Message, mean_of
 from outergrad_lab.peers.peer import OptimizerPeer
 
@@ -21,11 +22,13 @@ class DeMo(Settings):
 
         m ← β m + η g
         q ← the K entries of largest magnitude of each chunk of DCT(m)
-        m ← m - IDCT(q)
+        m ← m - α IDCT(q)
         θ ← θ - η sign(IDCT(mean of the sites' q))
 
     Source: Peng, Quesnelle and Kingma, DeMo: Decoupled Momentum Optimization, arXiv 2411.19870,
-    algorithm 1. The mean is over all sites, those that did not send an entry too.
+    algorithm 1, with α = 1. The mean is over all sites, those that did not send an entry too. The
+    revision of 2026 recommends α = 0.2 (both 0 and 1 are worse) and β from 0.995 to 0.999, and has
+    other updates of what arrives, u = IDCT(mean of q): u itself, and orth(u).
 
     As published: the formula, the sizes, two all-gathers per parameter, of indices in int64 and of
     values as they are, 12 bytes per entry in float32. Differences: `bucket=True` is one all-gather
@@ -40,27 +43,37 @@ class DeMo(Settings):
 
     Attributes:
         beta: β, share of the momentum that stays.
+        alpha: α, share of what was sent that is taken out of the momentum.
         side: Largest length of a side of a chunk.
         entries: K, entries of a chunk.
         bucket: Whether all parameters travel in one message.
         bits: Bits of a value in the bucket: 32, 8 or 2.
         sign: Whether it moves the weights itself.
+        update: Step that follows from u, where it does: "sign", "identity" or "orth".
     """
 
     beta: float = 0.999
+    alpha: float = 1.0
     side: int = 64
     entries: int = 32
     bucket: bool = False
     bits: int = 32
     sign: bool = True
+    update: str = "sign"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(0 <= self.beta < 1, self, "beta", "0 or more and below 1")
+        require(0 <= self.alpha <= 1, self, "alpha", "a number from 0 to 1")
         for name in ("side", "entries"):
             require(getattr(self, name) >= 1, self, name, "1 or more")
         require(self.bits in VALUES, self, "bits", "32, 8 or 2")
         require(self.bits == 32 or self.bucket, self, "bits", "32, or bucket=True with it")
+        require(
+            self.update in ("sign", "identity", "orth"), self, "update", "sign, identity or orth"
+        )
+        alone = self.update == "sign" or self.sign
+        require(alone, self, "update", "sign, or leave out sign=False: the optimizer moves there")
 
     def peer(self, model: nn.Module, group: dist.ProcessGroup | None) -> DeMoPeer:
         """Attaches the method to a model."""
@@ -77,6 +90,7 @@ class DeMoPeer(OptimizerPeer):
         super().__init__(model, group)
         self._settings = settings
         self._momentum = self.remember("momentum")
+        self._hidden = set(hidden_weights(model))
         how = settings.side, settings.entries, settings.bits
         self._message = Message(self.params.values(), *how)
         self._chunks = dict(zip(self.params, self._message.chunks, strict=True))
@@ -89,10 +103,17 @@ class DeMoPeer(OptimizerPeer):
             chunks = self._chunks[name]
             update = chunks.joined(chunks.from_cosines(means[name]))
             if self._settings.sign:
-                p.sub_(lr * update.sign())
+                p.sub_(self._step(name, update, lr))
                 p.grad = None
             else:
                 p.grad = update / lr if lr else torch.zeros_like(update)
+
+    def _step(self, name: str, update: Tensor, lr: float) -> Tensor:
+        """Returns by how much a weight goes down; η is in the momentum already."""
+        if self._settings.update == "identity":
+            return update
+        orth = self._settings.update == "orth" and name in self._hidden
+        return lr * (muon_step(update) if orth else update.sign())
 
     def _fast(self, name: str, lr: float) -> Entries:
         """Adds the gradient to the momentum; returns q, which is still in the momentum."""
@@ -102,7 +123,8 @@ class DeMoPeer(OptimizerPeer):
 
     def _take_out(self, name: str, q: Entries) -> None:
         chunks = self._chunks[name]
-        self._momentum[name].sub_(chunks.joined(chunks.from_cosines(chunks.filled(q))))
+        sent = chunks.joined(chunks.from_cosines(chunks.filled(q)))
+        self._momentum[name].sub_(sent, alpha=self._settings.alpha)
 
     def _as_published(self, fast: dict[str, Entries]) -> dict[str, Tensor]:
         """Returns the mean of the sites' q of every parameter, as chunks (C, O', I')."""

@@ -13,6 +13,10 @@ from outergrad.tools.named_methods import attach as library
 from outergrad.tools.named_methods.attach import METHODS, Attach, Family, Peer, Replica
 from outergrad_lab.peers.acp_sgd import ACPSGD
 from outergrad_lab.peers.decoupled_momentum import DeMo
+from outergrad_lab.peers.dion2 import Dion2
+from outergrad_lab.peers.ef21_muon import EF21Muon
+from outergrad_lab.peers.lordo import LoRDO
+from outergrad_lab.peers.muloco import MuLoCo
 from outergrad_lab.peers.orthonormal_updates import Dion
 from outergrad_lab.peers.sparse_loco import SparseLoCo
 from outergrad_lab.peers.sparta import SPARTA
@@ -37,14 +41,18 @@ def _family(kind: type[PeerSettings]) -> Family:
 PEERS: dict[str, Family] = {
     "demo": _family(DeMo),
     "sparseloco": _family(SparseLoCo),
+    "muloco": _family(MuLoCo),
+    "lordo": _family(LoRDO),
     "dion": _family(Dion),
+    "dion2": _family(Dion2),
+    "ef21-muon": _family(EF21Muon),
     "acp-sgd": _family(ACPSGD),
     "sparta": _family(SPARTA),
 }
 """Peers by name; settings may follow: ``demo:entries=8:bucket=True``. DiLoCo is
 ``local-steps:lr=0.7:momentum=0.9``."""
 
-SITES_DIFFER = ("alone", "local-steps", "fedavg", "sparseloco", "sparta")
+SITES_DIFFER = ("alone", "local-steps", "fedavg", "sparseloco", "muloco", "lordo", "sparta")
 """Families of methods whose sites have weights of their own."""
 
 METHOD_HELP = f"{', '.join([*METHODS, *PEERS])}, or with settings, as rank-dad:rank=16"

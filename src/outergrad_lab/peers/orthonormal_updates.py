@@ -9,7 +9,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outergrad.methods.common import Settings, require
+from outergrad_lab.peers.muon_steps import hidden_weights
 from outergrad_lab.peers.peer import OptimizerPeer
+
+
+def _of_length_one(r_IR: Tensor) -> Tensor:
+    return r_IR / r_IR.norm(dim=0).clamp_min(torch.finfo(r_IR.dtype).tiny)
+
+
+def _orthonormal(r_IR: Tensor) -> Tensor:
+    return torch.linalg.qr(r_IR).Q
+
+
+COLUMNS = {"length": _of_length_one, "qr": _orthonormal}
+"""Ways from R to the next Q."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -32,6 +45,10 @@ class Dion(Settings):
     the formula, QR, sizes. Ours: the first all-reduce holds M Q of all matrices and the gradients
     of other parameters, the second one Mᵀ P of all matrices; sharding within a site is left out.
 
+    With `columns="qr"` it is Orth-Dion (arXiv 2605.16341): Q ← orth(R), so that the update has
+    singular values of 1 also where columns of R point the same way. M stays that of Dion; the paper
+    may keep less of it.
+
     Compare with it where the optimizer may be changed: bytes are those of PowerSGD at that rank.
 
     Attributes:
@@ -39,6 +56,7 @@ class Dion(Settings):
         mu: μ, share of the applied update that stays in the momentum.
         lr: η of the matrices; that of the rest is the loop's.
         weight_decay: λ of the matrices.
+        columns: Columns of Q: those of R by their "length", or its orthonormal ones, by "qr".
         seed: Seed of the first Q.
     """
 
@@ -46,6 +64,7 @@ class Dion(Settings):
     mu: float = 0.95
     lr: float = 0.01
     weight_decay: float = 0.01
+    columns: str = "length"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -53,6 +72,7 @@ class Dion(Settings):
         require(0 <= self.mu < 1, self, "mu", "0 or more and below 1")
         require(self.lr > 0, self, "lr", "more than 0")
         require(self.weight_decay >= 0, self, "weight_decay", "0 or more")
+        require(self.columns in COLUMNS, self, "columns", " or ".join(COLUMNS))
 
     def peer(self, model: nn.Module, group: dist.ProcessGroup | None) -> DionPeer:
         """Attaches the method to a model."""
@@ -69,7 +89,7 @@ class DionPeer(OptimizerPeer):
         super().__init__(model, group)
         self._settings = settings
         generator = torch.Generator().manual_seed(settings.seed)
-        names = matrices(model)
+        names = hidden_weights(model, kernels=False)
         self._momentum = {n: torch.zeros_like(self.params[n]).detach() for n in names}
         self._right = {
             n: torch.randn(p.shape[1], min(settings.rank, *p.shape), generator=generator).to(p)
@@ -84,8 +104,7 @@ class DionPeer(OptimizerPeer):
         lefts = self._lefts()
         for name, p_OR, r_IR in zip(self._momentum, lefts, self._rights(lefts), strict=True):
             self._momentum[name].sub_(p_OR @ r_IR.T, alpha=1 - self._settings.mu)
-            length_R = r_IR.norm(dim=0).clamp_min(torch.finfo(r_IR.dtype).tiny)
-            self._right[name].copy_(r_IR / length_R)
+            self._right[name].copy_(COLUMNS[self._settings.columns](r_IR))
             self._move(name, p_OR)
 
     def _lefts(self) -> list[Tensor]:
@@ -99,7 +118,7 @@ class DionPeer(OptimizerPeer):
 
     def _rights(self, lefts: list[Tensor]) -> list[Tensor]:
         momenta = zip(self._momentum.values(), lefts, strict=True)
-        return self.sites.mean([m.T @ p_OR for m, p_OR in momenta]) if lefts else []
+        return self.sites.mean([m.T @ p_OR for m, p_OR in momenta])
 
     def _move(self, name: str, p_OR: Tensor) -> None:
         """Applies the update of a matrix; without a gradient the optimizer skips it."""
@@ -108,12 +127,3 @@ class DionPeer(OptimizerPeer):
         p.mul_(1 - settings.lr * settings.weight_decay)
         p.sub_(p_OR @ self._right[name].T, alpha=settings.lr * scale)
         p.grad = None
-
-
-def matrices(model: nn.Module) -> list[str]:
-    """Returns the names of the weights that Dion updates: no embedding, and not the head."""
-    kept = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    kept |= {id(m.weight) for m in linear[-1:]}
-    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-    return [name for name, p in trained if p.dim() == 2 and id(p) not in kept]

@@ -34,8 +34,15 @@ class Sites:
         """Number of sites."""
         return self._cost.sites
 
+    @property
+    def rank(self) -> int:
+        """Number of this site, from 0."""
+        return dist.get_rank() if self._group is None else self._group.rank()
+
     def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Averages tensors over the sites by one all-reduce; shapes are the same everywhere."""
+        if not tensors:
+            return []
         total = self._sum(tensors)
         self.sent_bytes += self._cost.all_reduce(total.nbytes).sent
         return split_like(total / self.number, tensors)
@@ -47,12 +54,23 @@ class Sites:
         self.sent_bytes += self._cost.all_gather(content.nbytes, 0).sent
         return found
 
+    def exchange(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Sends each site its piece, in the order of ranks; returns those that are for this one.
+
+        Pieces are vectors, of a length that all sites know, the same from everyone.
+        """
+        own, sizes = pieces[self.rank], [len(piece) for piece in pieces]
+        found = own.new_empty(len(own) * self.number)
+        here = [len(own)] * self.number
+        dist.all_to_all_single(found, torch.cat([*pieces]), here, sizes, group=self._group)
+        self.sent_bytes += sum(piece.nbytes for piece in pieces) - own.nbytes
+        return [*found.split(here)]
+
     @torch.no_grad()
     def make_equal(self, tensors: Iterable[Tensor]) -> None:
         """Copies site 0's values to all sites, uncounted, since it is before the first step."""
         own = list(tensors)
-        first = dist.get_rank(self._group) == 0 if self._group is None else self._group.rank() == 0
-        total = self._sum([x if first else torch.zeros_like(x) for x in own])
+        total = self._sum([x if self.rank == 0 else torch.zeros_like(x) for x in own])
         for x, of_first in zip(own, split_like(total, own), strict=True):
             x.copy_(of_first)
 

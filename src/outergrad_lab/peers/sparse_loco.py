@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import ItemsView
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from outergrad.methods.common import Settings, require
+from outergrad_lab.peers.local_steps import LocalStepsPeer
 from outergrad_lab.peers.packing import VALUES, Chunks, Message
-from outergrad_lab.peers.peer import OptimizerPeer
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -64,7 +63,7 @@ class SparseLoCo(Settings):
         return SparseLoCoPeer(self, model, group)
 
 
-class SparseLoCoPeer(OptimizerPeer):
+class SparseLoCoPeer(LocalStepsPeer):
     """SparseLoCo on one site.
 
     Its memory is `error`, e, and `shared`, θ', of every parameter, in the parameter's shape.
@@ -73,41 +72,25 @@ class SparseLoCoPeer(OptimizerPeer):
     def __init__(
         self, settings: SparseLoCo, model: nn.Module, group: dist.ProcessGroup | None
     ) -> None:
-        super().__init__(model, group)
+        super().__init__(settings.every, model, group)
         self._settings = settings
-        self._error, self._shared = self.remember("error"), self.remember("shared")
+        self._error = self.remember("error")
         how = settings.side, settings.entries, settings.bits
         self._message = Message(self.params.values(), *how)
         self._chunks = dict(zip(self.params, self._message.chunks, strict=True))
 
-    def share_gradients(self, lr: float) -> None:
-        """Leaves gradients alone; before the first step it copies the weights to θ'."""
-        if self.steps == 0:
-            for name, p in self.params.items():
-                self._shared[name].copy_(p)
-
-    def share_weights(self) -> None:
-        """Exchanges after every H steps."""
-        if self.steps % self._settings.every == 0:
-            self._exchange()
-
-    @torch.no_grad()
-    def flush(self) -> None:
-        """Exchanges the steps since the last exchange, if there are any."""
-        if self.steps % self._settings.every:
-            self._exchange()
-
-    def _exchange(self) -> None:
+    def exchange(self) -> None:
+        """Moves the weights of the last exchange by the mean of what the sites send."""
         for name, p in self.params.items():
-            change = self._shared[name] - p
+            change = self.shared[name] - p
             self._error[name].mul_(self._settings.beta).add_(change, alpha=self._settings.lr)
         own = self._message.written([c.largest(c.cut(self._error[n])) for n, c in self._each()])
         for (name, chunks), q in zip(self._each(), self._message.read(own), strict=True):
             self._error[name].sub_(chunks.joined(chunks.filled(q)))
         means = self._message.mean(self.sites.gather(own))
         for (name, chunks), mean in zip(self._each(), means, strict=True):
-            self._shared[name].sub_(chunks.joined(mean))
-            self.params[name].copy_(self._shared[name])
+            self.shared[name].sub_(chunks.joined(mean))
+            self.params[name].copy_(self.shared[name])
 
     def _each(self) -> ItemsView[str, Chunks]:
         return self._chunks.items()

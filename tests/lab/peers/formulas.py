@@ -117,10 +117,31 @@ def two_bits(values: np.ndarray) -> np.ndarray:
 CODECS: dict[int, Codec] = {32: as_they_are, 8: int8, 2: two_bits}
 
 
+# -- Muon ----------------------------------------------------------------------------------------
+
+
+def orth(matrix: np.ndarray) -> np.ndarray:
+    """Five steps of Newton-Schulz."""
+    if matrix.shape[0] > matrix.shape[1]:
+        return orth(matrix.T).T
+    x = matrix / np.sqrt((matrix**2).sum())
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x - 4.7750 * square @ x + 2.0315 * square @ square @ x
+    return x
+
+
+def muon_step(matrix: np.ndarray) -> np.ndarray:
+    """The step of a matrix at a learning rate of 1."""
+    return 0.2 * max(matrix.shape) ** 0.5 * orth(matrix)
+
+
 # -- the peers -----------------------------------------------------------------------------------
 
 
-def demo(sites: int, steps: int, *, beta, lr, side, entries, bits=32) -> list[Weights]:
+def demo(
+    sites: int, steps: int, *, beta, lr, side, entries, bits=32, alpha=1.0, update="sign", hidden=()
+) -> list[Weights]:
     weights = start(sites)
     m = [{name: np.zeros_like(as_matrix(w)) for name, w in own.items()} for own in weights]
     for _ in range(steps):
@@ -131,11 +152,15 @@ def demo(sites: int, steps: int, *, beta, lr, side, entries, bits=32) -> list[We
                 m[site][name] = beta * m[site][name] + lr * gradient
                 cosines = on_chunks(dctn, m[site][name], side)
                 q = largest(cosines, side, entries, CODECS[bits])
-                m[site][name] -= on_chunks(idctn, q, side)
+                m[site][name] -= alpha * on_chunks(idctn, q, side)
                 sent.append(q)
-            update = np.sign(on_chunks(idctn, sum(sent) / sites, side))
+            step = on_chunks(idctn, sum(sent) / sites, side)
+            if update == "orth" and name in hidden:
+                step = lr * muon_step(step)
+            elif update != "identity":
+                step = lr * np.sign(step)
             for own in weights:
-                own[name] = own[name] - lr * torch.from_numpy(update).view(own[name].shape)
+                own[name] = own[name] - torch.from_numpy(step).view(own[name].shape)
     return weights
 
 
@@ -160,6 +185,43 @@ def sparse_loco(sites: int, steps: int, *, every, lr, beta, side, entries, bits)
     return weights
 
 
+def binned(values: np.ndarray, bits: int) -> np.ndarray:
+    """Each number as the mean of its bin, bins within three deviations of the mean."""
+    edges = values.mean() + values.std() * np.linspace(-3, 3, 2**bits + 1)[1:-1]
+    bins = np.searchsorted(edges, values, side="right")
+    # Sums of few float32 are often half between two of them, so the order of the sum is the peer's.
+    sums, counts = np.bincount(bins, weights=values), np.maximum(np.bincount(bins), 1)
+    return (sums / counts).astype(np.float32)[bins].astype(np.float64)
+
+
+def muloco(sites: int, steps: int, *, every, bits, lr, momentum, beta) -> list[Weights]:
+    weights, shared = start(sites), start(1)[0]
+    optimizers = local_optimizers(weights, lambda params: AdamW(params, lr=0.05))
+    e = [{name: np.zeros(w.numel()) for name, w in own.items()} for own in weights]
+    velocity = {name: torch.zeros_like(w) for name, w in shared.items()}
+    for step in range(1, steps + 1):
+        local_step(weights, optimizers)
+        if step % every and step < steps:
+            continue
+        for name, last in shared.items():
+            sent = [(last - own[name].detach()).numpy().flatten() for own in weights]
+            if last.dim() > 1:
+                owed = [beta * own[name] + x for own, x in zip(e, sent, strict=True)]
+                sent = [binned(x, bits) for x in owed]
+                for own, all_of_it, part in zip(e, owed, sent, strict=True):
+                    own[name] = all_of_it - part
+            mean = sum(sent) / sites
+            if last.dim() > 1:
+                pieces = np.array_split(mean, sites)
+                mean = np.concatenate([binned(piece, bits) for piece in pieces])
+            change = torch.from_numpy(mean).view(last.shape)
+            velocity[name] = momentum * velocity[name] + lr * change
+            shared[name] = last - momentum * velocity[name] - lr * change
+            for own in weights:
+                own[name].data.copy_(shared[name])
+    return weights
+
+
 def diloco(sites: int, steps: int, *, every) -> list[Weights]:
     """The outer optimizer is SGD of rate 0.7 with Nesterov momentum 0.9."""
     weights, shared = start(sites), start(1)[0]
@@ -178,7 +240,9 @@ def diloco(sites: int, steps: int, *, every) -> list[Weights]:
     return weights
 
 
-def dion(sites: int, steps: int, first, *, rank, mu, lr, weight_decay, adam_lr) -> list[Weights]:
+def dion(
+    sites: int, steps: int, first, *, rank, mu, lr, weight_decay, adam_lr, columns="length"
+) -> list[Weights]:
     """Takes the first Q of every matrix; a single site has the mean of all momenta."""
     weights = start(1)
     rest = [{name: w for name, w in weights[0].items() if name not in first}]
@@ -194,7 +258,8 @@ def dion(sites: int, steps: int, first, *, rank, mu, lr, weight_decay, adam_lr) 
             r = sum(own[name].T @ p for own in m) / sites
             for own in m:
                 own[name] = own[name] - (1 - mu) * p @ r.T
-            right[name] = r / r.pow(2).sum(0, keepdim=True).sqrt()
+            scaled = r / r.pow(2).sum(0, keepdim=True).sqrt()
+            right[name] = torch.linalg.qr(r)[0] if columns == "qr" else scaled
             ratio = (theta.shape[0] / theta.shape[1]) ** 0.5
             weights[0][name] = theta - lr * (weight_decay * theta + ratio * p @ right[name].T)
         for name, w in rest[0].items():
@@ -243,4 +308,116 @@ def sparta(sites: int, steps: int, drawn: Callable[[int], list[Tensor]]) -> list
             mean = sum(own[name].detach() for own in weights) / sites
             for own in weights:
                 own[name].data.copy_(torch.where(mask, mean, own[name].detach()))
+    return weights
+
+
+def muon_like(
+    sites: int,
+    steps: int,
+    hidden: list[str],
+    moved: Callable[[int, str, np.ndarray, list[np.ndarray]], np.ndarray],
+) -> list[Weights]:
+    """Hidden weights by `moved`, of step, name, weight and all gradients, the rest by AdamW."""
+    weights = start(1)
+    rest = [{name: w for name, w in weights[0].items() if name not in hidden}]
+    optimizers = local_optimizers(rest, lambda params: AdamW(params, lr=0.05))
+    for step in range(steps):
+        for name in hidden:
+            theta = weights[0][name]
+            pulls = [as_matrix(pull(site, name, theta)) for site in range(sites)]
+            after = moved(step, name, as_matrix(theta), pulls)
+            weights[0][name] = torch.from_numpy(after).view(theta.shape)
+        for name, w in rest[0].items():
+            w.grad = sum(pull(site, name, w.detach()) for site in range(sites)) / sites
+        optimizers[0].step()
+    return [weights[0] | rest[0]] * sites
+
+
+def dion2(sites: int, steps: int, hidden, drawn, *, alpha, mu, weight_decay) -> list[Weights]:
+    """Takes S of a step and a weight; with None S has the rows of the largest sums."""
+    m = [dict.fromkeys(hidden, 0) for _ in range(sites)]
+
+    def moved(step, name, theta, pulls):
+        turned = theta.shape[0] > theta.shape[1]
+        for own, g in zip(m, pulls, strict=True):
+            own[name] = own[name] + (g.T if turned else g)
+        theta = (theta.T if turned else theta) * (1 - 0.05 * weight_decay)
+        count = round(alpha * len(theta))
+        sums = sum(np.abs(own[name]).sum(1) for own in m)
+        rows = np.argsort(-sums)[:count] if drawn is None else drawn(step, name)
+        assert len(set(rows)) == count
+        x = orth(sum(own[name][rows] for own in m) / sites)
+        for own in m:
+            own[name][rows] *= mu
+        theta[rows] -= 0.05 * 0.2 * max(theta.shape) ** 0.5 * x
+        return theta.T.copy() if turned else theta
+
+    return muon_like(sites, steps, hidden, moved)
+
+
+def ef21_muon(sites: int, steps: int, hidden, compressed, *, beta, weight_decay) -> list[Weights]:
+    """Takes C of a step, a name and a matrix."""
+    m, known = ([dict.fromkeys(hidden, 0) for _ in range(sites)] for _ in range(2))
+
+    def moved(step, name, theta, pulls):
+        for own, there, g in zip(m, known, pulls, strict=True):
+            own[name] = (1 - beta) * own[name] + beta * g
+            there[name] = there[name] + compressed(step, name, own[name] - there[name])
+        mean = sum(there[name] for there in known) / sites
+        return theta * (1 - 0.05 * weight_decay) - 0.05 * muon_step(mean)
+
+    return muon_like(sites, steps, hidden, moved)
+
+
+def lordo(
+    sites: int, steps: int, first, *, every, rank, omega, scale, beta1, beta2, eps
+) -> list[Weights]:
+    """Takes the first Q of every hidden weight, (O, R) for O no more than I."""
+    weights, shared, lr = start(sites), start(1)[0], 0.05
+    rest = [{n: w for n, w in own.items() if n not in first} for own in weights]
+    optimizers = local_optimizers(rest, lambda params: AdamW(params, lr=lr))
+    q = {name: x.numpy() for name, x in first.items()}
+    e, u, v = ([dict.fromkeys(first, 0) for _ in range(sites)] for _ in range(3))
+
+    def wide(w: Tensor) -> np.ndarray:
+        matrix = as_matrix(w)
+        return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+
+    def back(matrix: np.ndarray, w: Tensor) -> Tensor:
+        turned = w.shape[0] > w[0].numel()
+        return torch.from_numpy((matrix.T if turned else matrix).copy()).view(w.shape)
+
+    for step in range(1, steps + 1):
+        for site, own in enumerate(weights):
+            for name in first:
+                g = wide(pull(site, name, own[name]))
+                owed = g + e[site][name]
+                inside = q[name].T @ owed
+                e[site][name] = owed - q[name] @ inside
+                u[site][name] = beta1 * u[site][name] + (1 - beta1) * inside
+                v[site][name] = beta2 * v[site][name] + (1 - beta2) * inside**2
+                first_moment = u[site][name] / (1 - beta1**step)
+                second = v[site][name] / (1 - beta2**step)
+                whole = g / (scale * (np.sqrt(second.mean(0)) + eps))
+                low = q[name] @ (first_moment / (np.sqrt(second) + eps))
+                down = lr * ((1 - omega) * whole + omega * low)
+                own[name] = back(wide(own[name]) - down, own[name])
+        local_step(rest, optimizers)
+        if step % every and step < steps:
+            continue
+        for name, last in shared.items():
+            all_of_it = [own[name].detach() for own in (rest if name in rest[0] else weights)]
+            shared[name] = sum(all_of_it) / sites
+            for own, of_rest in zip(weights, rest, strict=True):
+                if name in of_rest:
+                    of_rest[name].data.copy_(shared[name])
+                own[name] = shared[name].clone()
+            if name in first:
+                basis = np.linalg.svd(wide(last) - wide(shared[name]))[0][:, :rank]
+                turn = basis.T @ q[name]
+                q[name] = basis
+                for moment, by in ((u, turn), (v, turn**2)):
+                    mean = by @ sum(own[name] for own in moment) / sites
+                    for own in moment:
+                        own[name] = mean
     return weights

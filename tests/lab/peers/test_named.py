@@ -17,12 +17,15 @@ from ranks import run_on_lasting_groups
 
 SMALL = ["--epochs", "1", "--widths", "8", "--sites", "2", "--simulate"]
 
+SELDOM = ["sparseloco", "muloco", "lordo"]
+"""Those that exchange every so many steps."""
+
 
 @pytest.mark.parametrize("name", PEERS)
 def test_a_replica_counts_what_a_peer_sends(name):
     def body(rank, group):
         model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
-        replica = attach_of(f"{name}:every=2" if name == "sparseloco" else name)(model, group)
+        replica = attach_of(f"{name}:every=2" if name in SELDOM else name)(model, group)
         optimizer = SGD(model.parameters(), lr=0.1)
         for _ in range(4):
             model(torch.ones(2, 8)).sum().backward()
@@ -41,7 +44,7 @@ def test_a_replica_counts_what_a_peer_sends(name):
 @pytest.mark.parametrize("name", PEERS)
 def test_a_training_says_its_bytes(name, tmp_path):
     log = tmp_path / "log"
-    method = f"{name}:every=4" if name == "sparseloco" else name
+    method = f"{name}:every=4" if name in SELDOM else name
     done = CliRunner().invoke(app, ["train", *SMALL, "--method", method, "--log", str(log)])
     assert done.exit_code == 0, done.output
     last = json.loads(log.read_text().splitlines()[-1])
@@ -101,6 +104,10 @@ def test_planning_knows_no_peers():
     [
         ("demo:bucket=True", True, False),
         ("sparseloco:every=5", True, True),
+        ("muloco:every=5", True, True),
+        ("lordo", True, True),
+        ("dion2", True, False),
+        ("ef21-muon", True, False),
         ("sparta", True, True),
         ("local-steps:k=5", False, True),
         ("dad", False, False),

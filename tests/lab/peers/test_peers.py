@@ -3,90 +3,44 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import formulas
 import pytest
 import torch
-from formulas import network, pull
-from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from formulas import network
+from peer_sites import (
+    HIDDEN,
+    MATRICES,
+    NUMEL,
+    Site,
+    adamw,
+    agree,
+    binned_bytes,
+    first_rights,
+    kept,
+    low_rank,
+    packed,
+    sgd,
+    site,
+    summed,
+    trained,
+)
+from torch.optim import SGD
 
 import outergrad as og
 from outergrad_lab.peers.acp_sgd import ACPSGD
 from outergrad_lab.peers.decoupled_momentum import DeMo
+from outergrad_lab.peers.dion2 import Dion2
+from outergrad_lab.peers.ef21_muon import EF21Muon
+from outergrad_lab.peers.lordo import LoRDO
+from outergrad_lab.peers.muloco import MuLoCo
 from outergrad_lab.peers.orthonormal_updates import Dion
 from outergrad_lab.peers.sparse_loco import SparseLoCo
 from outergrad_lab.peers.sparta import SPARTA
 from outergrad_lab.training.job import Sign
 from ranks import run_on_lasting_groups
-
-NUMEL = {name: p.numel() for name, p in network().named_parameters()}
-MATRICES = ["1.weight", "3.weight"]
-"""Of the network, those that are no embedding, no head and no kernel."""
-adamw = partial(AdamW, lr=0.05)
-sgd = partial(SGD, lr=0.1)
-
-
-@dataclass
-class Site:
-    """A model, its peer and its optimizer."""
-
-    rank: int
-    model: nn.Module
-    peer: Any
-    optimizer: Optimizer
-
-    def steps(self, count: int) -> Site:
-        for _ in range(count):
-            for name, p in self.model.named_parameters():
-                p.grad = pull(self.rank, name, p.detach())
-            self.optimizer.step()
-        return self
-
-    @property
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
-
-
-def site(settings: Any, optimizer: Callable[..., Optimizer], rank: int, group: Any) -> Site:
-    model = network()
-    peer = settings.peer(model, group)
-    return Site(rank, model, peer, optimizer(list(model.parameters())))
-
-
-def trained(settings: Any, optimizer: Callable[..., Optimizer], sites: int, steps: int):
-    """The weights of every site, its peer and what it counted."""
-
-    def body(rank, group):
-        own = site(settings, optimizer, rank, group).steps(steps)
-        own.peer.flush()
-        own.peer.detach()
-        return own
-
-    return run_on_lasting_groups(sites, body)
-
-
-def agree(found: list[Site], expected: list[formulas.Weights]) -> None:
-    for own, wanted in zip(found, expected, strict=True):
-        for name, w in own.weights.items():
-            torch.testing.assert_close(w, wanted[name].detach(), rtol=1e-9, atol=1e-11)
-
-
-def first_rights(settings: Any, names: list[str] | None = None) -> dict[str, torch.Tensor]:
-    """The first Q, as one site draws it."""
-
-    def body(rank, group):
-        peer = settings.peer(network(), group)
-        peer.detach()
-        return {name: q.clone() for name, q in peer.memory["right"].items()}
-
-    (found,) = run_on_lasting_groups(1, body)
-    assert names is None or list(found) == names
-    return found
 
 
 @pytest.mark.parametrize("sites", [2, 3])
@@ -102,6 +56,14 @@ def first_rights(settings: Any, names: list[str] | None = None) -> dict[str, tor
 def test_demo(settings, sites):
     found = trained(settings, partial(SGD, lr=0.01), sites, 5)
     agree(found, formulas.demo(sites, 5, beta=0.9, lr=0.01, side=4, entries=5, bits=settings.bits))
+
+
+@pytest.mark.parametrize("sites", [2, 3])
+@pytest.mark.parametrize("update", ["sign", "identity", "orth"])
+def test_demo_as_revised(update, sites):
+    how = {"beta": 0.9, "alpha": 0.2, "side": 4, "entries": 5, "update": update}
+    found = trained(DeMo(**how, bucket=True), partial(SGD, lr=0.01), sites, 5)
+    agree(found, formulas.demo(sites, 5, lr=0.01, hidden=HIDDEN, **how))
 
 
 @pytest.mark.parametrize("sites", [2, 3])
@@ -132,8 +94,9 @@ def test_sparse_loco(bits, sites):
 
 
 @pytest.mark.parametrize("sites", [2, 3])
-def test_dion(sites):
-    how = {"rank": 3, "mu": 0.9, "lr": 0.02, "weight_decay": 0.1}
+@pytest.mark.parametrize("columns", ["length", "qr"])
+def test_dion(columns, sites):
+    how = {"rank": 3, "mu": 0.9, "lr": 0.02, "weight_decay": 0.1, "columns": columns}
     first = first_rights(Dion(**how), MATRICES)
     found = trained(Dion(**how), adamw, sites, 5)
     agree(found, formulas.dion(sites, 5, first, adam_lr=0.05, **how))
@@ -170,41 +133,37 @@ def test_local_steps_are_diloco(sites):
 # -- bytes ---------------------------------------------------------------------------------------
 
 
-def kept(side: int, entries: int) -> dict[str, tuple[int, int]]:
-    """By parameter: entries that are kept in all chunks, and entries of a chunk."""
-    found = {}
-    for name, p in network().named_parameters():
-        matrix = formulas.as_matrix(p)
-        chunks = [matrix[at].size for at in formulas.blocks(matrix, side)]
-        found[name] = sum(min(entries, size) for size in chunks), chunks[0]
-    return found
-
-
-def packed(side: int, entries: int, bits: int) -> int:
-    """Bytes of a message, values of float64."""
-    total = 0
-    for count, size in kept(side, entries).values():
-        places = -(-count * (size - 1).bit_length() // 8)
-        total += places + {2: -(-count // 4) + 8, 8: count + 4, 32: 8 * count}[bits]
-    return total
-
-
-def summed(numbers: int, sites: int) -> int:
-    """Bytes that a site sends to all-reduce float64 numbers in a ring."""
-    return 2 * (sites - 1) * 8 * numbers // sites
-
-
-def low_rank(names: list[str], rank: int) -> tuple[int, int, int]:
-    """Numbers of all P and of all Q, and of what is no such matrix."""
-    shapes = {n: p.flatten(1).shape for n, p in network().named_parameters() if n in names}
-    rest = sum(count for name, count in NUMEL.items() if name not in names)
-    left, right = (rank * sum(side) for side in zip(*shapes.values(), strict=True))
-    return left, right, rest
-
-
 def dion_bytes(sites: int) -> int:
     p, q, rest = low_rank(MATRICES, 3)
     return 4 * (summed(p + rest, sites) + summed(q, sites))
+
+
+def muloco_bytes(sites: int) -> int:
+    rounded = [name for name in NUMEL if name.endswith("weight")]
+    whole = sum(count for name, count in NUMEL.items() if name not in rounded)
+    return 2 * (summed(whole, sites) + sum(binned_bytes(NUMEL[n], 2, sites) for n in rounded))
+
+
+def lordo_bytes(sites: int) -> int:
+    shapes = [sorted(p.flatten(1).shape) for n, p in network().named_parameters() if n in HIDDEN]
+    return 2 * summed(sum(NUMEL.values()) + 2 * 3 * sum(longer for _, longer in shapes), sites)
+
+
+def dion2_bytes(sites: int, norms: bool = False) -> int:
+    shapes = [sorted(p.flatten(1).shape) for n, p in network().named_parameters() if n in HIDDEN]
+    _, _, rest = low_rank(HIDDEN, 0)
+    drawn = sum(round(shorter / 4) * longer for shorter, longer in shapes)
+    return 4 * (summed(drawn + rest, sites) + norms * summed(sum(row for row, _ in shapes), sites))
+
+
+def ef21_bytes(sites: int) -> int:
+    _, _, rest = low_rank(HIDDEN, 0)
+    return 4 * (summed(rest, sites) + (sites - 1) * packed(4, 5, 8, HIDDEN))
+
+
+def ef21_rank_bytes(sites: int) -> int:
+    p, q, rest = low_rank(HIDDEN, 3)
+    return 4 * (summed(rest, sites) + (sites - 1) * 8 * (p + q))
 
 
 def acp_bytes(sites: int) -> int:
@@ -212,31 +171,37 @@ def acp_bytes(sites: int) -> int:
     return 2 * (summed(p + rest, sites) + summed(q + rest, sites))
 
 
+MESSAGES = {
+    "demo": (
+        DeMo(side=4, entries=5),
+        lambda s: 4 * (s - 1) * 16 * sum(count for count, _ in kept(4, 5).values()),
+    ),
+    "bucket": (
+        DeMo(side=4, entries=5, bucket=True),
+        lambda s: 4 * (s - 1) * packed(4, 5, 32),
+    ),
+    "8 bits": (
+        DeMo(side=4, entries=5, bucket=True, bits=8),
+        lambda s: 4 * (s - 1) * packed(4, 5, 8),
+    ),
+    "sparseloco": (
+        SparseLoCo(every=3, side=4, entries=3),
+        lambda s: 2 * (s - 1) * packed(4, 3, 2),
+    ),
+    "muloco": (MuLoCo(every=3), muloco_bytes),
+    "muloco, 32 bits": (MuLoCo(every=3, bits=32), lambda s: 2 * summed(sum(NUMEL.values()), s)),
+    "lordo": (LoRDO(every=3, rank=3), lordo_bytes),
+    "dion": (Dion(rank=3), dion_bytes),
+    "dion2": (Dion2(), dion2_bytes),
+    "dion2, norm": (Dion2(rows="norm"), partial(dion2_bytes, norms=True)),
+    "ef21-muon": (EF21Muon(side=4, entries=5), ef21_bytes),
+    "ef21-muon, rank": (EF21Muon(compressor="rank", rank=3), ef21_rank_bytes),
+    "acp-sgd": (ACPSGD(rank=2), acp_bytes),
+}
+
+
 @pytest.mark.parametrize("sites", [2, 3])
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    {
-        "demo": (
-            DeMo(side=4, entries=5),
-            lambda s: 4 * (s - 1) * 16 * sum(count for count, _ in kept(4, 5).values()),
-        ),
-        "bucket": (
-            DeMo(side=4, entries=5, bucket=True),
-            lambda s: 4 * (s - 1) * packed(4, 5, 32),
-        ),
-        "8 bits": (
-            DeMo(side=4, entries=5, bucket=True, bits=8),
-            lambda s: 4 * (s - 1) * packed(4, 5, 8),
-        ),
-        "sparseloco": (
-            SparseLoCo(every=3, side=4, entries=3),
-            lambda s: 2 * (s - 1) * packed(4, 3, 2),
-        ),
-        "dion": (Dion(rank=3), dion_bytes),
-        "acp-sgd": (ACPSGD(rank=2), acp_bytes),
-    }.values(),
-    ids=["demo", "bucket", "8 bits", "sparseloco", "dion", "acp-sgd"],
-)
+@pytest.mark.parametrize(("settings", "expected"), MESSAGES.values(), ids=MESSAGES)
 def test_bytes_are_those_of_the_messages(settings, expected, sites):
     assert {own.peer.sent_bytes for own in trained(settings, adamw, sites, 4)} == {expected(sites)}
 
@@ -253,7 +218,14 @@ def test_bytes_of_sparta_are_those_of_what_is_drawn(sites):
 ALL = {
     "demo": DeMo(side=4, entries=5),
     "sparseloco": SparseLoCo(every=4, side=4, entries=3),
+    "demo, orth": DeMo(side=4, entries=5, alpha=0.2, update="orth"),
+    "muloco": MuLoCo(every=2),
+    "lordo": LoRDO(every=2, rank=3),
     "dion": Dion(rank=3),
+    "dion2": Dion2(),
+    "dion2, norm": Dion2(rows="norm"),
+    "ef21-muon": EF21Muon(side=4, entries=5),
+    "ef21-muon, rank": EF21Muon(compressor="rank", rank=3),
     "acp-sgd": ACPSGD(rank=2),
     "sparta": SPARTA(share=0.2),
 }
@@ -344,6 +316,15 @@ REFUSED: dict[str, tuple[type, dict[str, Any], str]] = {
     "text": (SparseLoCo, {"entries": "all"}, "entries='all'; use a whole number"),
     "rank": (Dion, {"rank": 0}, "rank=0; use 1 or more"),
     "mu": (Dion, {"mu": 1.5}, "mu=1.5; use 0 or more"),
+    "columns": (Dion, {"columns": "svd"}, "columns='svd'; use length or qr"),
+    "alpha": (DeMo, {"alpha": 2}, "alpha=2; use a number from 0 to 1"),
+    "update": (DeMo, {"update": "adam"}, "update='adam'; use sign, identity or orth"),
+    "no update": (DeMo, {"update": "orth", "sign": False}, "update='orth'; use sign, or leave out"),
+    "muloco's bits": (MuLoCo, {"bits": 3}, "bits=3; use 2, 4, 8 or 32"),
+    "no rows": (Dion2, {"alpha": 0.0}, "alpha=0.0; use above 0"),
+    "rows": (Dion2, {"rows": "all"}, "rows='all'; use random or norm"),
+    "compressor": (EF21Muon, {"compressor": "sign"}, "compressor='sign'; use top-k or rank"),
+    "omega": (LoRDO, {"omega": 2.0}, "omega=2.0; use a number from 0 to 1"),
     "share": (SPARTA, {"share": 0.0}, "share=0.0; use above 0"),
     "fraction": (ACPSGD, {"rank": 2.5}, "rank=2.5; use a whole number"),
 }
