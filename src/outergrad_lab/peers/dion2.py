@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outergrad.methods.common import Settings, require
-from outergrad_lab.peers.muon_steps import hidden_weights, muon_scale, orthonormal, wide
+from outergrad.optim import newton_schulz
+from outergrad_lab.peers.muon_steps import hidden_weights, muon_scale, wide
 from outergrad_lab.peers.peer import OptimizerPeer
 
 
@@ -26,9 +27,8 @@ class Dion2(Settings):
         θ ← (1 - η λ) θ
         θ[S] ← θ[S] - η 0.2 √max(O, I) X
 
-    Kernels of convolutions are matrices of their first dimension by all others. Embeddings, the
-    head (the last linear layer) and vectors are left to the loop's optimizer, with gradients
-    averaged whole.
+    Matrices are those of `outergrad.optim.Muon`, kernels of convolutions among them. Embeddings,
+    the head and vectors are left to the loop's optimizer, with gradients averaged whole.
 
     Source: Ahn et al., Dion2, arXiv 2512.16928. As published: the formula, α, μ and λ, with an M of
     the averaged gradient. Ours: M is local to each site, so that only M[S] travels, in one
@@ -117,5 +117,5 @@ class Dion2Peer(OptimizerPeer):
         """Applies the step of a weight; without a gradient the optimizer skips it."""
         p = self.params[name]
         p.mul_(1 - lr * self._settings.weight_decay)
-        wide(p).index_add_(0, rows, orthonormal(mean), alpha=-lr * muon_scale(p.shape))
+        wide(p).index_add_(0, rows, newton_schulz(mean), alpha=-lr * muon_scale(p.shape))
         p.grad = None

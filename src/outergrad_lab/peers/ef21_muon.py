@@ -27,9 +27,8 @@ class EF21Muon(Settings):
         G ← G + mean of the sites' R
         θ ← (1 - η λ) θ - η 0.2 √max(O, I) orth(G)
 
-    Kernels of convolutions are matrices of their first dimension by all others. Embeddings, the
-    head (the last linear layer) and vectors are left to the loop's optimizer, with gradients
-    averaged whole.
+    Matrices are those of `outergrad.optim.Muon`, kernels of convolutions among them. Embeddings,
+    the head and vectors are left to the loop's optimizer, with gradients averaged whole.
 
     Source: Gruntkowska et al., EF21-Muon, arXiv 2510.00643, whose G of a site is K here. As
     published: the formula, with one orth, after the mean. C is, with `compressor="top-k"`, the

@@ -30,8 +30,8 @@ class LoRDO(Settings):
         θ, u, v ← mean of the sites'
         Q ← first R left singular vectors of Δ
 
-    Embeddings, the head (the last linear layer) and vectors take steps of the loop's optimizer, at
-    each site, and are averaged with the others.
+    Matrices are those of `outergrad.optim.Muon`. Embeddings, the head and vectors take steps of the
+    loop's optimizer, at each site, and are averaged with the others.
 
     Source: Jovanović et al., LoRDO, arXiv 2602.04396. As published: the formula, in its form with a
     quasi-hyperbolic term of full rank, (1 - ω) G, without which all weights would stay in one

@@ -4,49 +4,28 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
-COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""Of Newton-Schulz: a X + b (X Xᵀ) X + c (X Xᵀ)² X, five times."""
-
-SIZE = 0.2
-"""Root mean square of a step at a learning rate of 1, about that of Adam's steps."""
-
-
-def orthonormal(matrix: Tensor) -> Tensor:
-    """Returns about U Vᵀ of a matrix U Σ Vᵀ, by five steps of Newton-Schulz in float32 or more."""
-    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-    x = wide.to(torch.promote_types(wide.dtype, torch.float32))
-    x = x / x.norm().clamp_min(torch.finfo(x.dtype).tiny)
-    a, b, c = COEFFICIENTS
-    for _ in range(5):
-        square = x @ x.T
-        x = a * x + (b * square + c * square @ square) @ x
-    return (x if wide is matrix else x.T).to(matrix.dtype)
+from outergrad.optim import muon_groups, newton_schulz
 
 
 def muon_scale(shape: torch.Size) -> float:
     """Returns 0.2 √max(O, I), with which steps have the size of Adam's and take its rates."""
-    return SIZE * max(shape[0], shape[1:].numel()) ** 0.5
+    return 0.2 * max(shape[0], shape[1:].numel()) ** 0.5
 
 
 def muon_step(direction: Tensor) -> Tensor:
     """Returns the step of a weight at a learning rate of 1; a kernel has a row per output."""
-    step = orthonormal(direction.flatten(1)).view(direction.shape)
+    step = newton_schulz(direction.flatten(1)).view(direction.shape)
     return muon_scale(direction.shape) * step
 
 
-def hidden_weights(model: nn.Module, *, kernels: bool = True) -> list[str]:
-    """Returns the names of trained matrices, and of kernels of convolutions.
+def hidden_weights(model: nn.Module) -> list[str]:
+    """Returns the names of the matrices and kernels that `outergrad.optim.Muon` would move so.
 
-    Embeddings and the head, which is the last linear layer, are left out.
+    Embeddings, the head (the last linear layer) and the first convolution are none.
     """
-    aside = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    aside |= {id(m.weight) for m in linear[-1:]}
-    kept = {id(m.weight) for m in model.modules() if isinstance(m, _ConvNd) and kernels}
-    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-    return [n for n, p in trained if (p.dim() == 2 and id(p) not in aside) or id(p) in kept]
+    groups = (group for group in muon_groups(model) if group["matrices"])
+    return [name for group in groups if not group.get("stacked") for name, _ in group["params"]]
 
 
 def wide(weight: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class Dion(Settings):
     Attributes:
         rank: R; the paper has 1/16 to 1/4 of the width. Smaller matrices have as many as they can.
         mu: μ, share of the applied update that stays in the momentum.
-        lr: η of the matrices; that of the rest is the loop's.
+        lr: η of the matrices, which falls as the loop's does; that of the rest is the loop's.
         weight_decay: λ of the matrices.
         columns: Columns of Q: those of R by their "length", or its orthonormal ones, by "qr".
         seed: Seed of the first Q.
@@ -89,7 +89,7 @@ class DionPeer(OptimizerPeer):
         super().__init__(model, group)
         self._settings = settings
         generator = torch.Generator().manual_seed(settings.seed)
-        names = hidden_weights(model, kernels=False)
+        names = [n for n in hidden_weights(model) if self.params[n].dim() == 2]
         self._momentum = {n: torch.zeros_like(self.params[n]).detach() for n in names}
         self._right = {
             n: torch.randn(p.shape[1], min(settings.rank, *p.shape), generator=generator).to(p)
@@ -123,7 +123,7 @@ class DionPeer(OptimizerPeer):
     def _move(self, name: str, p_OR: Tensor) -> None:
         """Applies the update of a matrix; without a gradient the optimizer skips it."""
         p, settings = self.params[name], self._settings
-        scale = (p.shape[0] / p.shape[1]) ** 0.5
-        p.mul_(1 - settings.lr * settings.weight_decay)
-        p.sub_(p_OR @ self._right[name].T, alpha=settings.lr * scale)
+        lr, scale = settings.lr * self.left_of_rate, (p.shape[0] / p.shape[1]) ** 0.5
+        p.mul_(1 - lr * settings.weight_decay)
+        p.sub_(p_OR @ self._right[name].T, alpha=lr * scale)
         p.grad = None

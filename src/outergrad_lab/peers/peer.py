@@ -100,12 +100,15 @@ class OptimizerPeer:
         params: Trained parameters by name, each once.
         sites: The sites.
         memory: State of this site between exchanges, by kind, then by parameter name.
+        left_of_rate: Share of the loop's first learning rate that its schedule has left; 1 without
+            a schedule of PyTorch. A rate of the peer's own falls by it, too.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.sites = Sites(group)
         self.memory: dict[str, dict[str, Tensor]] = {}
+        self.left_of_rate = 1.0
         self._steps = 0
         self.sites.make_equal(self.params.values())
         listen(self)
@@ -171,7 +174,10 @@ class OptimizerPeer:
     def before_step(self, optimizer: Optimizer) -> None:
         """Called when an optimizer is about to step: shares gradients."""
         if self._holds(optimizer):
-            self.share_gradients(optimizer.param_groups[0]["lr"])
+            group = optimizer.param_groups[0]
+            first = group.get("initial_lr")
+            self.left_of_rate = group["lr"] / first if first else 1.0
+            self.share_gradients(group["lr"])
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> None:

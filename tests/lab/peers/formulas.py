@@ -19,12 +19,13 @@ Codec = Callable[[np.ndarray], np.ndarray]
 
 
 def network() -> nn.Module:
-    """With all kinds of parameters: an embedding, matrices of unequal sides, a kernel, vectors.
+    """With all kinds of parameters: an embedding, matrices of unequal sides, kernels, vectors.
 
     Weights are the same every time, in threads too, which share one random stream.
     """
     layers = [nn.Embedding(6, 4), nn.Linear(12, 16), nn.Conv1d(4, 6, 2), nn.Linear(8, 20)]
-    model = nn.Sequential(*layers, nn.Linear(20, 4, bias=False)).double()
+    layers += [nn.Linear(20, 4, bias=False), nn.Conv1d(6, 10, 3)]
+    model = nn.Sequential(*layers).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():

@@ -18,8 +18,8 @@ from ranks import run_on_lasting_groups
 NUMEL = {name: p.numel() for name, p in network().named_parameters()}
 MATRICES = ["1.weight", "3.weight"]
 """Of the network, those that are no embedding, no head and no kernel."""
-HIDDEN = ["1.weight", "2.weight", "3.weight"]
-"""These and the kernel."""
+HIDDEN = [*MATRICES, "5.weight"]
+"""These and the kernel that does not read the input."""
 adamw = partial(AdamW, lr=0.05)
 sgd = partial(SGD, lr=0.1)
 

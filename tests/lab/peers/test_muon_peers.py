@@ -10,6 +10,7 @@ import pytest
 import torch
 from formulas import network, pull
 from peer_sites import HIDDEN, adamw, agree, first_rights, site, trained
+from torch import nn
 from torch.optim import SGD
 
 from outergrad_lab.peers.bins import binned, nbytes, read, written
@@ -18,21 +19,18 @@ from outergrad_lab.peers.dion2 import Dion2
 from outergrad_lab.peers.ef21_muon import EF21Muon
 from outergrad_lab.peers.lordo import LoRDO
 from outergrad_lab.peers.muloco import MuLoCo
-from outergrad_lab.peers.muon_steps import hidden_weights, orthonormal
+from outergrad_lab.peers.muon_steps import hidden_weights
 from ranks import run_on_lasting_groups
 
 
-def test_hidden_weights_are_no_embedding_no_head_and_no_vector():
+def test_hidden_weights_are_no_embedding_no_head_no_first_kernel_and_no_vector():
     assert hidden_weights(network()) == HIDDEN
 
 
-@pytest.mark.parametrize("shape", [(5, 9), (9, 5), (7, 7)])
-def test_singular_values_of_an_orthonormal_matrix_are_about_one(shape):
-    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    sizes = torch.linalg.svdvals(orthonormal(matrix))
-    assert sizes.min() > 0.6
-    assert sizes.max() < 1.25
-    assert orthonormal(torch.zeros(shape)).equal(torch.zeros(shape))
+def test_stacks_of_matrices_are_no_hidden_weights():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.experts = nn.Parameter(torch.ones(3, 4, 4))
+    assert hidden_weights(model) == ["0.weight"]
 
 
 # -- formulas ------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ from peer_sites import (
     summed,
     trained,
 )
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR
 
 import outergrad as og
 from outergrad_lab.peers.acp_sgd import ACPSGD
@@ -100,6 +101,18 @@ def test_dion(columns, sites):
     first = first_rights(Dion(**how), MATRICES)
     found = trained(Dion(**how), adamw, sites, 5)
     agree(found, formulas.dion(sites, 5, first, adam_lr=0.05, **how))
+
+
+def test_the_rate_of_dion_falls_as_that_of_the_loop():
+    def halved(params):
+        optimizer = AdamW(params, lr=0.1)
+        LambdaLR(optimizer, lambda step: 0.5)
+        return optimizer
+
+    how = {"rank": 3, "mu": 0.9, "weight_decay": 0.1}
+    first = first_rights(Dion(lr=0.02, **how), MATRICES)
+    found = trained(Dion(lr=0.02, **how), halved, 2, 5)
+    agree(found, formulas.dion(2, 5, first, adam_lr=0.05, lr=0.01, **how))
 
 
 @pytest.mark.parametrize("sites", [2, 3])
@@ -286,7 +299,7 @@ def test_an_optimizer_of_a_part_is_refused_and_one_of_another_model_passed_by():
         peer = ALL["sparta"].peer(model, group)
         SGD(network().parameters(), lr=1.0).step()
         assert peer.steps == 0
-        with pytest.raises(RuntimeError, match=r"lacks '4\.weight': give it all"):
+        with pytest.raises(RuntimeError, match=r"lacks '5\.bias': give it all"):
             SGD(list(model.parameters())[:-1], lr=1.0).step()
         peer.detach()
         SGD(list(model.parameters())[:-1], lr=1.0).step()
