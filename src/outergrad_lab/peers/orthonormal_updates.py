@@ -18,7 +18,9 @@ def _of_length_one(r_IR: Tensor) -> Tensor:
 
 
 def _orthonormal(r_IR: Tensor) -> Tensor:
-    return torch.linalg.qr(r_IR).Q
+    q_IR, upper_RR = torch.linalg.qr(r_IR)
+    # QR leaves the signs of columns open. Turned around, one would move weights uphill.
+    return q_IR * torch.where(upper_RR.diagonal() < 0, -1, 1)
 
 
 COLUMNS = {"length": _of_length_one, "qr": _orthonormal}
@@ -46,8 +48,8 @@ class Dion(Settings):
     of other parameters, the second one Mᵀ P of all matrices; sharding within a site is left out.
 
     With `columns="qr"` it is Orth-Dion (arXiv 2605.16341): Q ← orth(R), so that the update has
-    singular values of 1 also where columns of R point the same way. M stays that of Dion; the paper
-    may keep less of it.
+    singular values of 1 also where columns of R point the same way. Ours: each column of Q points
+    where that of R does, and M stays that of Dion; the paper may keep less of it.
 
     Compare with it where the optimizer may be changed: bytes are those of PowerSGD at that rank.
 

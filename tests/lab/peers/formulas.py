@@ -241,6 +241,16 @@ def diloco(sites: int, steps: int, *, every) -> list[Weights]:
     return weights
 
 
+def gram_schmidt(matrix: Tensor) -> Tensor:
+    """Orthonormal columns, each less what the ones before it have of it."""
+    found: list[Tensor] = []
+    for column in matrix.T:
+        for other in found:
+            column = column - (other @ column) * other
+        found.append(column / column.pow(2).sum().sqrt())
+    return torch.stack(found, dim=1)
+
+
 def dion(
     sites: int, steps: int, first, *, rank, mu, lr, weight_decay, adam_lr, columns="length"
 ) -> list[Weights]:
@@ -260,7 +270,7 @@ def dion(
             for own in m:
                 own[name] = own[name] - (1 - mu) * p @ r.T
             scaled = r / r.pow(2).sum(0, keepdim=True).sqrt()
-            right[name] = torch.linalg.qr(r)[0] if columns == "qr" else scaled
+            right[name] = gram_schmidt(r) if columns == "qr" else scaled
             ratio = (theta.shape[0] / theta.shape[1]) ** 0.5
             weights[0][name] = theta - lr * (weight_decay * theta + ratio * p @ right[name].T)
         for name, w in rest[0].items():
