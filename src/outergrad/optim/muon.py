@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 from torch.optim.adam import adam
 
-from outergrad.optim.newton_schulz import STEPS, newton_schulz
+from outergrad.optim.orthonormal import STEPS, newton_schulz
 
 _NO_MATRICES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 """Modules whose weights are tables or scales, not matrices that a row of features meets."""
