@@ -9,6 +9,7 @@ from torch.optim import SGD, Adam
 
 import outergrad as og
 from cases import mlp
+from outergrad.optim import Muon
 
 FULL_RANK = {
     "dense": og.Dense(),
@@ -30,6 +31,7 @@ INNER = {
     "sgd": lambda params: SGD(params, lr=0.1),
     "momentum": lambda params: SGD(params, lr=0.05, momentum=0.9),
     "adam": lambda params: Adam(params, lr=0.01, eps=1e-4),
+    "muon": lambda params: Muon(params, lr=0.01, eps=1e-4),
 }
 
 

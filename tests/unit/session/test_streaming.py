@@ -239,15 +239,16 @@ def test_every_step_of_a_site_is_applied_or_owed_once(turns):
             torch.testing.assert_close(change, wanted / 2, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("inner", ["momentum", "muon"])
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("name", ["rank-dad", "powersgd", "sparse"])
-def test_a_site_keeps_what_it_has_not_sent(name, k):
+def test_a_site_keeps_what_it_has_not_sent(name, k, inner):
     """CSER: behind an exchange its weights are the shared ones and its own unsent change."""
     low = {**LOW_RANK, "rank-dad": og.RankDAD(rank=1, error_feedback="dense")}[name]
 
     def body(rank, group):
         method = og.LocalSteps(k, outer=plain, method=low, error_reset=True)
-        site = Site(method, rank, group, "momentum").steps(0, 6)
+        site = Site(method, rank, group, inner).steps(0, 6)
         state = site.session.state_dict()
         (compressor,) = state["exchanges"]
         owed = {n: m["unsent"] for n, m in compressor["own"]["memories"].items()}
@@ -349,7 +350,7 @@ def test_a_budget_is_of_the_exchange_of_a_fragment(budget):
 @pytest.mark.parametrize(
     ("name", "saved_after"),
     covering(
-        ["dense", "budget", "owners", "error reset", "owners, reset"],
+        ["dense", "budget", "owners", "error reset", "owners, reset", "reset, muon"],
         range(6, 10),
         quick=4,
         every=2,
@@ -365,16 +366,18 @@ def test_training_goes_on_to_the_bit(name, saved_after):
         "owners": og.LocalSteps(6, method=by_owners, stream=2, overlap=2),
         "error reset": og.LocalSteps(2, method=few, error_reset=True),
         "owners, reset": og.LocalSteps(2, method=by_owners, error_reset=True),
+        "reset, muon": og.LocalSteps(1, method=few, error_reset=True),
     }[name]
+    inner = "muon" if "muon" in name else "momentum"
 
     def body(rank, group):
-        whole = Site(method, rank, group, "momentum").steps(0, 14)
-        saved = Site(method, rank, group, "momentum").steps(0, saved_after)
+        whole = Site(method, rank, group, inner).steps(0, 14)
+        saved = Site(method, rank, group, inner).steps(0, saved_after)
         parts = (saved.model, saved.optimizer, saved.session)
         file = io.BytesIO()
         torch.save([part.state_dict() for part in parts], file)
         saved.steps(saved_after, 14)
-        again = Site(method, rank, group, "momentum")
+        again = Site(method, rank, group, inner)
         file.seek(0)
         states = torch.load(file, weights_only=True)
         for part, state in zip((again.model, again.optimizer, again.session), states, strict=True):
@@ -391,18 +394,19 @@ def test_training_goes_on_to_the_bit(name, saved_after):
     run_on_lasting_groups(3 if "owners" in name else 2, body)
 
 
-def test_another_number_of_sites_goes_on_from_a_flush():
+@pytest.mark.parametrize("inner", ["sgd", "muon"])
+def test_another_number_of_sites_goes_on_from_a_flush(inner):
     method = og.LocalSteps(4, method=og.RankDAD(rank=1), stream=2, overlap=1)
 
     def save(rank, group):
-        site = Site(method, rank, group).steps(0, 7)
+        site = Site(method, rank, group, inner).steps(0, 7)
         site.session.flush()
         return site.session.state_dict(), site.model.state_dict()
 
     states, models = zip(*run_on_lasting_groups(2, save), strict=True)
 
     def go_on(rank, group):
-        site = Site(method, rank, group)
+        site = Site(method, rank, group, inner)
         site.model.load_state_dict(models[0])
         site.session.load_state_dict(list(states))
         site.steps(7, 12).session.flush()
