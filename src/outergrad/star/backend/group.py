@@ -21,7 +21,7 @@ from torch.distributed import ReduceOp
 
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.messages.raw import content
-from outergrad.star.backend.store import HubStore
+from outergrad.star.backend.store import IN_SESSIONS, HubStore
 from outergrad.star.backend.works import Awaited, Finisher, FirstOf, LineWork, Rooms, Waiting
 from outergrad.star.frames import ALL, Kind, Place
 from outergrad.star.sums import coded
@@ -102,13 +102,26 @@ class StarGroup(dist.ProcessGroup):
         self.transport = held.star if self._ranks == tuple(range(len(line.names))) else None
         self._patience_s = timeout.total_seconds()
         self._finisher = Finisher(line)
-        self._lane = line.open_group(name, sorted(ranks), self._patience_s)
+        self._opened_lane: int | None = None
+        if line.is_ready:  # else this site comes to others that train
+            self._opened_lane = line.open_group(name, sorted(ranks), self._patience_s)
         self._sent, self._received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         self._coalesced: list[LineWork] | None = None
         self._alive = deque[LineWork](maxlen=_KEPT_WORKS)
         """The last works of few numbers: where C++ alone holds one, PyTorch would lose its Python
         half, and wait for ever. DDP does so with the number of sites that have inputs left."""
         self._sequence = 0
+
+    @property
+    def _lane(self) -> int:
+        """Lane of the group.
+
+        Raises:
+            ExchangeError: its sites train in sessions alone, since some were lost or came back.
+        """
+        if self._opened_lane is None or self._line.has_left:
+            raise ExchangeError(IN_SESSIONS, kind=Failure.LOCAL)
+        return self._opened_lane
 
     # -- what PyTorch asks a group --------------------------------------------------------------
 
