@@ -59,11 +59,12 @@ def member(folder: Path, port: int, settings: str, rank: int, again: bool) -> tu
     return began, sum(p.double().sum().item() for p in model.parameters())
 
 
-def test_a_site_is_lost_and_comes_back_by_the_same_script(tmp_path):
+@pytest.mark.parametrize("settings", ["", "&blind=1"], ids=["open", "blind"])
+def test_a_site_is_lost_and_comes_back_by_the_same_script(tmp_path, settings):
     with hub(SITES, grace_s=0.5) as server:
         for name in NAMES[:SITES]:
             shutil.copy(kit_of(name), tmp_path)
-        about = (tmp_path, server.port, "")
+        about = (tmp_path, server.port, settings)
         lost = get_context("spawn").Process(target=member, args=(*about, SITES - 1, False))
         lost.start()
         works = [partial(member, *about, rank, rank == SITES - 1) for rank in range(SITES)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import Any
@@ -19,9 +19,14 @@ from outergrad.star.backend.store import HubStore
 from outergrad.star.transport import TIMEOUT_S, Star, leave_all_stars
 
 SCHEME = "star"
-_SETTINGS = ("hub", "wait_s", "reach_s", "when_lost", "min_sites")
+_SETTINGS = ("hub", "wait_s", "reach_s", "blind", "when_lost", "min_sites")
 """Settings that an address may have: those of `og.Star`, and for how long the hub may be away."""
-_NUMBERS = {"wait_s": float, "reach_s": float, "min_sites": int}
+_READ: dict[str, Callable[[str], Any]] = {
+    "wait_s": float,
+    "reach_s": float,
+    "blind": {"0": False, "1": True}.__getitem__,
+    "min_sites": int,
+}
 
 
 class _Begun:
@@ -47,9 +52,9 @@ def star_at(address: str) -> tuple[Star, float]:
     Args:
         address: as "star:///etc/site-a.kit?hub=hub.example.org:8443&wait_s=60". The path is that of
             the kit; without one, it is the file that `outergrad site --kit` was given. What stands
-            behind "?" are settings of `og.Star`: hub, wait_s, when_lost ("raise" or "go on"; a
-            space is "+") and min_sites; and reach_s, the longest time, seconds, in which this site
-            may not reach the hub, as after `timeout` in sessions of `og.Star`.
+            behind "?" are settings of `og.Star`: hub, wait_s, blind (1 or 0), when_lost ("raise" or
+            "go on"; a space is "+") and min_sites; and reach_s, the longest time, seconds, for
+            which this site may not reach the hub, as `timeout` in sessions of `og.Star`.
 
     Raises:
         ValueError: the address has a setting that is none, or has no value for it.
@@ -60,9 +65,11 @@ def star_at(address: str) -> tuple[Star, float]:
         if name not in _SETTINGS:
             raise ValueError(f"{address}: {name!r} is none of {', '.join(_SETTINGS)}")
         try:
-            settings[name] = _NUMBERS.get(name, str)(value)
+            settings[name] = _READ.get(name, str)(value)
         except ValueError:
             raise ValueError(f"{address}: {name}={value!r} is no number") from None
+        except KeyError:
+            raise ValueError(f"{address}: {name}={value!r}: pass 0 or 1") from None
     kit, reach_s = unquote(parts.netloc + parts.path), settings.pop("reach_s", TIMEOUT_S)
     if not 0 < reach_s < math.inf:
         raise ValueError(f"{address}: reach_s={reach_s}: pass seconds above 0")

@@ -15,11 +15,11 @@ from stars import NAMES, Proxy, hub, kit_of
 
 
 def test_an_address_has_the_kit_and_settings_of_the_star():
-    address = "star:///etc/my%20site.kit?hub=h:1&wait_s=2.5&when_lost=go+on&min_sites=3&reach_s=60"
+    address = "star:///etc/my%20site.kit?hub=h:1&wait_s=2.5&when_lost=go+on&min_sites=3&reach_s=60&blind=1"
     star, reach_s = star_at(address)
     assert (star.kit, star.hub, star.wait_s) == ("/etc/my site.kit", "h:1", 2.5)
     assert (star.when_lost, star.min_sites) == ("go on", 3)
-    assert reach_s == 60.0
+    assert (reach_s, star.blind, star_at("star://a.kit?blind=0")[0].blind) == (60.0, True, False)
     assert star_at("star://site.kit")[0].kit == "site.kit"
     assert star_at("star://folder/site.kit")[0].kit == "folder/site.kit"
     assert star_at("star://")[0].kit is None
@@ -28,10 +28,11 @@ def test_an_address_has_the_kit_and_settings_of_the_star():
 @pytest.mark.parametrize(
     ("address", "told"),
     {
-        "star://a.kit?kit=b": "'kit' is none of hub, wait_s, reach_s, when_lost",
+        "star://a.kit?kit=b": "'kit' is none of hub, wait_s, reach_s, blind",
         "star://a.kit?wait_s=soon": "wait_s='soon' is no number",
         "star://a.kit?wait_s=-1": "pass seconds above 0",
         "star://a.kit?reach_s=nan": "reach_s=nan: pass seconds above 0",
+        "star://a.kit?blind=yes": "blind='yes': pass 0 or 1",
         "star://a.kit?when_lost=cry": "pass 'raise' or 'go on'",
     }.items(),
 )
