@@ -169,6 +169,17 @@ def lightning(_: Path) -> list[float]:
     return module.losses
 
 
+def profiled(_: Path) -> list[float]:
+    """How often collectives show in a profile of steps of DDP."""
+    with torch.profiler.profile() as found:
+        ddp(_)
+    names = [event.name for event in found.events() if event.is_async]
+    of = ("all_reduce", "broadcast", "all_gather", "barrier")
+    counts = [float(names.count(f"{dist.get_backend()}:{name}")) for name in of]
+    assert counts[0] >= STEPS
+    return counts
+
+
 def methods(_: Path) -> list[float]:
     """Sessions of the library, over all sites and over a group of them."""
     found = []

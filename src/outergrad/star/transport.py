@@ -175,7 +175,8 @@ class Star:
             self._line = _line_of(self, patience_s)
         wait_until_ready(self._line.line, self.wait_s)
         is_begun = self._line.line.is_ready  # else this site comes to others that train
-        return Held(self, self._line.line, self._line.seal(patience_s) if is_begun else None)
+        seal = self._line.seal(patience_s) if is_begun else None
+        return Held(self, self._line.line, seal, self._line.way)
 
     def close(self) -> None:
         """Leaves, when all that was sent has arrived. A process that ends does it by itself."""
@@ -191,11 +192,13 @@ class Held:
         star: transport, whose sessions share the line.
         line: to the hub.
         seal: keys of this site, if the hub must not read what it relays and sums.
+        way: how messages travel, in words.
     """
 
     star: Star
     line: Line
     seal: Seal | None
+    way: str
 
 
 class _Line:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +22,7 @@ from torch.distributed import ReduceOp
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.messages.raw import content
 from outergrad.star.backend.post import LARGE_BYTES, OpenPost, Post, code_of
+from outergrad.star.backend.profiling import recorded
 from outergrad.star.backend.store import IN_SESSIONS, HubStore
 from outergrad.star.backend.works import Finisher, FirstOf, LineWork, Rooms, Waiting
 from outergrad.star.frames import ALL, Kind, Place
@@ -42,6 +43,23 @@ _OPERATIONS = {
     "BOR": "or",
     "BXOR": "xor",
 }
+_EVENTS = {
+    "allreduce": "all_reduce",
+    "reduce": "reduce",
+    "reduce_scatter": "reduce_scatter",
+    "barrier": "barrier",
+    "broadcast": "broadcast",
+    "allgather": "all_gather",
+    "all_gather_single_coalesced": "all_gather",
+    "gather": "gather",
+    "scatter": "scatter",
+    "alltoall": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "send": "send",
+    "recv": "recv",
+    "recv_anysource": "recv",
+}
+"""Events of the methods by which all others go."""
 _OF_BOOL = {"sum": "max", "product": "min"}
 """Operations of True and False in place of those of the numbers 1 and 0."""
 _OF_COMPLEX = frozenset({"sum", "mean"})
@@ -50,15 +68,17 @@ _FLUSH_S = 5.0
 """Longest time, seconds, in which nothing moves while a group that ends sends its last messages."""
 
 
-def _not_compiled(made: type[T]) -> type[T]:
-    """Keeps torch.compile out of the collectives of a group, which it cannot follow."""
+def _collectives(made: type[T]) -> type[T]:
+    """Shows the collectives of a group in profiles, and keeps torch.compile out of its methods."""
     for name, call in vars(made).items():
         if callable(call) and not name.startswith("__"):
-            setattr(made, name, _disable_dynamo(call))
+            event = _EVENTS.get(call.__name__)
+            shown: Callable[..., Any] = recorded(f"{NAME}:{event}", call) if event else call
+            setattr(made, name, _disable_dynamo(shown))
     return made
 
 
-@_not_compiled
+@_collectives
 class StarGroup(dist.ProcessGroup):
     """Collectives among sites around a hub.
 
@@ -77,6 +97,7 @@ class StarGroup(dist.ProcessGroup):
     Attributes:
         transport: of sessions over this group, which share the line; None if it is not of all sites
             in the order of the run.
+        way: how messages travel, in words.
 
     Raises:
         ExchangeError: the hub does not answer, or other sites have opened another group.
@@ -99,6 +120,7 @@ class StarGroup(dist.ProcessGroup):
         super().__init__(ranks.index(line.rank), len(ranks))  # pyright: ignore[reportCallIssue]
         self._held, self._line, self._ranks = held, line, tuple(ranks)
         self._name, self._opened, self._described = name, name, "undefined"
+        self.way = held.way
         self._kept, self._store = store, own_store or store
         self.transport = held.star if self._ranks == tuple(range(len(line.names))) else None
         self._patience_s = timeout.total_seconds()
@@ -450,6 +472,9 @@ class StarGroup(dist.ProcessGroup):
 
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> LineWork:
         """Receives a tensor of one site."""
+        return self._receive(tensors, rank, tag)
+
+    def _receive(self, tensors: Sequence[Tensor], rank: int, tag: int) -> LineWork:
         (t,) = tensors
         place, site = self._between(rank, self.rank(), tag, self._received), self._ranks[rank]
         if not t.numel():
@@ -471,7 +496,7 @@ class StarGroup(dist.ProcessGroup):
                 raise ExchangeError("all other sites are gone", kind=Failure.CLOSED)
             return None
 
-        receive = lambda rank: self.recv(tensors, rank, tag)  # noqa: E731
+        receive = lambda rank: self._receive(tensors, rank, tag)  # noqa: E731
         return self._work([FirstOf(has_come, receive)], tensors)
 
     def _between(

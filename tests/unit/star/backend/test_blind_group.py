@@ -297,11 +297,13 @@ def test_a_session_over_some_sites_goes_by_their_group():
         for step in range(3):
             model.zero_grad()
             model(torch.ones(2, 6) * (group.rank() + step)).square().mean().backward()
+        assert session._at.comm.way == group.way
         session.detach()
         return [p.grad for p in model.parameters()]
 
     def body(rank, one):
-        one.connected(10.0)
+        way = one.connected(10.0).way
+        assert way.endswith("cannot read it" if one.blind else "could read what passes through it")
         return trained(group_on(one, ranks=[0, 1])) if rank < 2 else None
 
     around, theirs = (on_star(SITES, body, settings)[:2] for settings in (BLIND, {}))

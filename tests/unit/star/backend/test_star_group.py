@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed import ReduceOp
+from torch.profiler import profile
 
 from outergrad.core.errors import ExchangeError
 from stars import group_on, groups_on_star, hub, on_star, star
@@ -393,3 +396,53 @@ def test_a_group_of_one_site(settings):
         assert into.tolist() == [1.0] * 3
 
     on_star(2, body, settings)
+
+
+def test_every_collective_shows_in_a_profile_once():
+    """Of one site: these are threads, and a process has one profile."""
+
+    def body(group):
+        rank, own, parts = group.rank(), torch.ones(3), [torch.zeros(1) for _ in range(SITES)]
+        every = [torch.zeros(3) for _ in range(SITES)]
+        with profile() if rank == 0 else nullcontext() as found:
+            works = [
+                group.allreduce([own.clone()]),
+                group.allreduce_coalesced([own.clone()]),
+                group.reduce([own.clone()], root(0)),
+                group.reduce_scatter_single(torch.zeros(1), own),
+                group.broadcast([own.clone()], root(0)),
+                group.allgather([every], [own]),
+                group.all_gather_single(torch.zeros(9), own),
+                group.gather([every] if rank == 0 else [], [own], root(0)),
+                group.scatter([torch.zeros(1)], [parts] if rank == 0 else [], root(0)),
+                group.alltoall([torch.zeros(1) for _ in parts], parts),
+                group.all_to_all_single(torch.zeros(3), own, [], []),
+                group.send([own], (rank + 1) % SITES),
+                group.recv([torch.zeros(3)], (rank - 1) % SITES),
+                group.barrier(),
+            ]
+            for work in works:
+                work.wait()
+        group.barrier().wait()
+        names = [event.name for event in found.events()] if found else []
+        return Counter(name.partition(":")[2] for name in names if name.startswith("outergrad:"))
+
+    once = dict.fromkeys(("reduce", "reduce_scatter", "broadcast", "gather", "scatter"), 1)
+    twice = dict.fromkeys(("all_reduce", "all_gather", "all_to_all"), 2)
+    between = dict.fromkeys(("send", "recv", "barrier"), 1)
+    assert groups_on_star(SITES, body)[0] == once | twice | between
+
+
+def test_an_event_of_a_profile_ends_with_its_result():
+    def body(group):
+        if group.rank():
+            time.sleep(0.5)
+            group.allreduce([torch.ones(3)]).wait()
+            return 0.0
+        with profile() as found:
+            group.allreduce([torch.ones(3)]).wait()
+            time.sleep(0.2)
+        (event,) = (one for one in found.events() if one.name == "outergrad:all_reduce")
+        return event.time_range.elapsed_us() / 1e6
+
+    assert groups_on_star(SITES, body)[0] >= 0.3
