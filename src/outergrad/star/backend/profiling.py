@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, wraps
 from typing import Any
 
 import torch.autograd.profiler as profiler
+from torch.futures import Future
 
 from outergrad.star.backend.works import LineWork
 
@@ -23,11 +25,26 @@ def recorded(event: str, collective: Callable[..., Any]) -> Callable[..., LineWo
     def shown(*args: Any, **kwargs: Any) -> LineWork:
         if not profiler._is_profiler_enabled:
             return collective(*args, **kwargs)
-        record = profiler.record_function(event)
+        record, over = profiler.record_function(event), Future[None]()
         with record:
             work = collective(*args, **kwargs)
-            # From here on the future ends the event, and the context does not.
-            record._call_end_callbacks_on_future(work.get_future())
+            # From here on a future ends the event, and the context does not.
+            record._call_end_callbacks_on_future(over)
+        work.get_future().add_done_callback(lambda _: _end(over))
         return work
 
     return shown
+
+
+def _end(over: Future[None]) -> None:
+    """Ends an event by another thread, and waits for that.
+
+    Collectives overlap, and need not end in the order in which they began. Profiles show so of
+    events that begin and end in two threads alone.
+    """
+    _ender().submit(over.set_result, None).result()
+
+
+@cache
+def _ender() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "star profile")
