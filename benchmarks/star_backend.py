@@ -2,6 +2,7 @@
 
     python benchmarks/star_backend.py                          # the MLP, 100 Mbit/s, two sites
     python benchmarks/star_backend.py --sites 4 --latency 40ms
+    python benchmarks/star_backend.py --blind                  # a hub that must not read
 
 Every site is a process with a network namespace of its own, and so is the hub, whose line has the
 rate of all sites together, as that of a machine in a data centre would. Two groups train by turns:
@@ -34,6 +35,7 @@ class Asked:
     workload: str
     rounds: int
     steps: int
+    blind: bool
 
 
 def train(asked: Asked, folder: Path, sites: int, rank: int, place: Place) -> list[list[float]]:
@@ -50,7 +52,7 @@ def train(asked: Asked, folder: Path, sites: int, rank: int, place: Place) -> li
 
     torch.set_num_threads(1)
     star_at(folder, rank)  # waits until the hub listens
-    address = f"star://{folder}/{rank}.kit?hub=10.77.0.{sites + 1}:{PORT}"
+    address = f"star://{folder}/{rank}.kit?hub=10.77.0.{sites + 1}:{PORT}&blind={asked.blind:d}"
     dist.init_process_group("outergrad", init_method=address)
     groups = {"outergrad": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
     workload = WORKLOADS[asked.workload]
@@ -89,10 +91,11 @@ def main() -> None:
     parser.add_argument("--hub-link", help="of the hub; that of all sites together if not given")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--blind", action="store_true", help="the hub must not read")
     given = parser.parse_args()
     link = parse_link(given.link, given.latency)
     whole = given.hub_link or f"{given.sites * (link.rate_bit_per_s or 0) / 1e6:.0f}mbit"
-    asked = Asked(given.workload, given.rounds, given.steps)
+    asked = Asked(given.workload, given.rounds, given.steps, given.blind)
     with (
         places(given.sites + 1, link) as (*sites, hub),
         tempfile.TemporaryDirectory(prefix="outergrad-") as name,

@@ -85,10 +85,13 @@ def comms_on_star(
 
 
 def groups_on_star(
-    sites: int, body: Callable[[StarGroup], Any], timeout_s: float = 20.0
+    sites: int,
+    body: Callable[[StarGroup], Any],
+    timeout_s: float = 20.0,
+    settings: dict[str, Any] | None = None,
 ) -> list[Any]:
     """Runs body(group) on every site, with a process group of all sites."""
-    return on_star(sites, lambda _, one: body(group_on(one, timeout_s)))
+    return on_star(sites, lambda _, one: body(group_on(one, timeout_s)), settings)
 
 
 def group_on(

@@ -26,6 +26,7 @@ from outergrad_lab.bench import hub as hub_of_bench
 from stars import NAMES, hub, kit_of
 
 SITES, STEPS = 2, 4
+BLIND = "a hub that must not read"
 
 
 def network() -> torch.nn.Module:
@@ -48,6 +49,20 @@ def losses_of(model: torch.nn.Module, wait: Callable[[], Any] | None = None) -> 
 
 def ddp(_: Path) -> list[float]:
     return losses_of(torch.nn.parallel.DistributedDataParallel(network()))
+
+
+def gradients(_: Path) -> list[float]:
+    """DDP's means of one step, behind the largest number of all sites' own."""
+    own = network()
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    own(x).square().mean().backward()
+    found = torch.cat([p.grad.flatten() for p in own.parameters() if p.grad is not None])
+    largest = found.abs().max()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    model = torch.nn.parallel.DistributedDataParallel(network())
+    model(x).square().mean().backward()
+    grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return [largest.item(), *torch.cat(grads).tolist()]
 
 
 def ddp_with_a_hook(_: Path) -> list[float]:
@@ -154,6 +169,17 @@ def lightning(_: Path) -> list[float]:
     return module.losses
 
 
+def profiled(_: Path) -> list[float]:
+    """How often collectives show in a profile of steps of DDP."""
+    with torch.profiler.profile() as found:
+        ddp(_)
+    names = [event.name for event in found.events() if event.is_async]
+    of = ("all_reduce", "broadcast", "all_gather", "barrier")
+    counts = [float(names.count(f"{dist.get_backend()}:{name}")) for name in of]
+    assert counts[0] >= STEPS
+    return counts
+
+
 def methods(_: Path) -> list[float]:
     """Sessions of the library, over all sites and over a group of them."""
     found = []
@@ -170,7 +196,15 @@ def methods(_: Path) -> list[float]:
 TASKS = {
     task.__name__: task
     for task in (
-        *(ddp, ddp_with_a_hook, fully_shard, replicas_of_shards, checkpoint, uneven_inputs),
+        *(
+            ddp,
+            gradients,
+            ddp_with_a_hook,
+            fully_shard,
+            replicas_of_shards,
+            checkpoint,
+            uneven_inputs,
+        ),
         *(hugging_face, lightning, methods),
     )
 }
@@ -179,7 +213,7 @@ TASKS = {
 def member(
     folder: Path, address: str, place: Place | None, rank: int
 ) -> dict[str, dict[str, list[float]]]:
-    """What all tasks find over gloo, and then over the star, in one process."""
+    """What all tasks find over gloo and the star, of which the hub may read or not."""
     if place is not None:
         place.enter()
         hub_of_bench.star_at(folder, rank)  # waits until the hub listens
@@ -190,15 +224,17 @@ def member(
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", HF_HUB_OFFLINE="1")
     torch.set_num_threads(1)
     store = (folder / "store").as_uri()
+    over_star = {"init_method": f"star://{folder}/{rank}.kit?hub={address}"}
     groups = {
         "gloo": {"init_method": store, "rank": rank, "world_size": SITES},
-        star.NAME: {"init_method": f"star://{folder}/{rank}.kit?hub={address}"},
+        star.NAME: over_star,
+        BLIND: {"init_method": f"{over_star['init_method']}&blind=1"},
     }
     found: dict[str, dict[str, list[float]]] = {}
-    for backend, about in groups.items():
-        dist.init_process_group(backend, **about)
-        place_of_files = folder / f"{backend}"
-        found[backend] = {name: task(place_of_files) for name, task in TASKS.items()}
+    for name, about in groups.items():
+        dist.init_process_group("gloo" if name == "gloo" else star.NAME, **about)
+        place_of_files = folder / name
+        found[name] = {name: task(place_of_files) for name, task in TASKS.items()}
         dist.barrier()
         dist.destroy_process_group()
     hub_of_bench.say_done(folder, rank)
@@ -227,9 +263,19 @@ def found(tmp_path_factory):
 def test_it_trains_over_the_star_as_over_gloo(found, task):
     """The hub adds up in 64 bits, so that sums are rounded once, and gloo's are not."""
     for site in found:
-        over_gloo, over_star = (site[backend][task] for backend in site)
-        assert over_star == pytest.approx(over_gloo, rel=2e-4, abs=1e-6)
+        over_gloo, over_star, over_blind_star = (site[backend][task] for backend in site)
+        for others in (over_star, over_blind_star):
+            assert others == pytest.approx(over_gloo, rel=2e-4, abs=1e-6)
         assert len(over_star) >= STEPS
+
+
+def test_masked_gradients_are_as_near_as_their_unit(found):
+    """Half a unit of docs/institutions.md, and the rounding of float32 in either way."""
+    for site in found:
+        (largest, *over_gloo), (_, *over_blind) = (site[at]["gradients"] for at in ("gloo", BLIND))
+        unit = largest * 2.0**4 * SITES / 2**31
+        limit = unit / 2 + 2 * torch.finfo(torch.float32).eps * largest
+        assert over_blind == pytest.approx(over_gloo, rel=0.0, abs=limit)
 
 
 def last_words(rank: int, folder: Path, port: int, ends: bool) -> None:

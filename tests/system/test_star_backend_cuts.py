@@ -22,7 +22,7 @@ from stars import NAMES, Proxy, hub, kit_of
 
 SITES = 2
 CUTS = int(os.environ.get("OUTERGRAD_CUTS", "24"))
-"""Cuts in each of the two trainings."""
+"""Cuts in each training."""
 GRACE_S = 30.0
 
 
@@ -43,7 +43,7 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
 
 
 def member(
-    folder: Path, ports: list[int], wrap: Callable[[Any], Any], least: int, rank: int
+    folder: Path, ports: list[int], more: str, wrap: Callable[[Any], Any], least: int, rank: int
 ) -> tuple[list[float], bytes, int]:
     """Trains so many steps at least, and until the parent says that it is enough.
 
@@ -52,7 +52,7 @@ def member(
     import outergrad.star.backend as star
 
     torch.set_num_threads(1)
-    address = f"star://{folder}/{NAMES[rank]}.kit?hub=127.0.0.1:{ports[rank]}"
+    address = f"star://{folder}/{NAMES[rank]}.kit?hub=127.0.0.1:{ports[rank]}{more}"
     dist.init_process_group(star.NAME, init_method=address)
     torch.manual_seed(5)
     layers = torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64)
@@ -89,7 +89,9 @@ def cut_often(proxies: list[Proxy], folder: Path, cuts: int, over: threading.Eve
     (folder / "enough").touch()
 
 
-def trained(folder: Path, wrap: Callable[[Any], Any], cuts: int, least: int = 0) -> list[Any]:
+def trained(
+    folder: Path, more: str, wrap: Callable[[Any], Any], cuts: int, least: int = 0
+) -> list[Any]:
     folder.mkdir()
     with hub(SITES, grace_s=GRACE_S) as server:
         proxies = [Proxy(server.port) for _ in range(SITES)]
@@ -100,7 +102,9 @@ def trained(folder: Path, wrap: Callable[[Any], Any], cuts: int, least: int = 0)
         cutter.start()
         try:
             ports = [proxy.port for proxy in proxies]
-            works = [partial(member, folder, ports, wrap, least, rank) for rank in range(SITES)]
+            works = [
+                partial(member, folder, ports, more, wrap, least, rank) for rank in range(SITES)
+            ]
             return run_processes(works, verbose=True)
         finally:
             over.set()
@@ -109,11 +113,12 @@ def trained(folder: Path, wrap: Callable[[Any], Any], cuts: int, least: int = 0)
                 proxy.close()
 
 
+@pytest.mark.parametrize("more", ["", "&blind=1"], ids=["open", "blind"])
 @pytest.mark.parametrize("wrap", [ddp, fsdp])
-def test_cuts_change_no_bit(tmp_path, wrap):
+def test_cuts_change_no_bit(tmp_path, wrap, more):
     """Beside a training of as many steps without cuts."""
-    cut, alike = trained(tmp_path / "cut", wrap, CUTS)
+    cut, alike = trained(tmp_path / "cut", more, wrap, CUTS)
     assert cut == alike
     assert cut[-1] > 20  # it trained between the first cut and the last
-    quiet, _ = trained(tmp_path / "quiet", wrap, 0, least=cut[-1])
+    quiet, _ = trained(tmp_path / "quiet", more, wrap, 0, least=cut[-1])
     assert quiet == cut

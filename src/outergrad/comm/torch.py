@@ -98,7 +98,8 @@ class TorchComm(Comm):
         """Largest sum that sites add up themselves: `adds_up`, without a call per sum."""
         self._first_rounds = first_rounds_of(group)
         backend = name_of(group, self._wire.type) or "a backend that is not known"
-        self.way = f"torch.distributed ({backend}), which encrypts nothing"
+        own: str | None = getattr(group, "way", None)  # of a group around a hub
+        self.way = own or f"torch.distributed ({backend}), which encrypts nothing"
         # With NCCL, a wait with a timeout would block the host; it has a watchdog of its own.
         self.pace = Pace(timeout if self._wire.type == "cpu" else None)
         self.patience_s = (timeout or _PATIENCE).total_seconds()

@@ -24,6 +24,25 @@ Total = Callable[[], np.ndarray]
 """Waits for a sum of integers, and returns it."""
 
 
+def send_masked(
+    line: Line, masks: Masks, place: Place, own: np.ndarray, unit: int = 0, recipient: int = ALL
+) -> Callable[[np.ndarray], np.ndarray]:
+    """Masks integers in place, and sends them; returns what reads their sum.
+
+    Args:
+        line: of this process.
+        masks: of this site.
+        place: of this sum alone, under these masks.
+        own: of this site.
+        unit: of the integers. Sites that differ in it get random numbers: their masks differ.
+        recipient: rank of the only site that gets the sum, or `ALL`.
+    """
+    nonce, dtype = _NONCE.pack(place.lane, unit, place.number), own.dtype
+    masks.hide(own, nonce)
+    line.send(place, own.tobytes(), recipient)
+    return lambda came: masks.shown(came.view(dtype), nonce)
+
+
 class MaskedSums:
     """The masked sums of one session.
 
@@ -55,15 +74,8 @@ class MaskedSums:
         """
         place = Place(Kind.SUM, lane, number, coded(own.dtype.name))
         arrival = self._line.expect(place, {ALL: own.nbytes})
-        nonce, dtype = _NONCE.pack(lane, unit, number), own.dtype
-        self._masks.hide(own, nonce)
-        self._line.send(place, own.tobytes())
-
-        def total() -> np.ndarray:
-            came = self._line.wait(place, arrival, self._patience_s)[ALL]
-            return self._masks.shown(came.view(dtype), nonce)
-
-        return total
+        shown = send_masked(self._line, self._masks, place, own, unit)
+        return lambda: shown(self._line.wait(place, arrival, self._patience_s)[ALL])
 
 
 class ExactSum:

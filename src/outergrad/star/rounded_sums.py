@@ -120,15 +120,35 @@ class _SumInUnit:
         self, sums: MaskedSums, carrier: Carrier, place: tuple[int, int], unit: int, own: np.ndarray
     ) -> None:
         self.unit, self.is_agreed = unit, place[0] == AGREED
-        whole = np.zeros(len(own) + 1, carrier.dtype)
-        if carrier.fits(largest_of(own), unit, sums.sites):
-            in_units(own, unit, whole[:-1])
-        else:
-            whole[-1] = 1
+        whole = counted_in_units(own, carrier, unit, sums.sites)
         sums.book(whole[:-1].nbytes)
         self._total = sums.start(*place, whole, unit)
 
     def total(self) -> np.ndarray | None:
         """Returns the sum in floats; None if numbers of a site did not fit, or units differed."""
-        whole = self._total()
-        return None if whole[-1] else in_floats(whole[:-1], self.unit)
+        return total_in_floats(self._total(), self.unit)
+
+
+def counted_in_units(own: np.ndarray, carrier: Carrier, unit: int, sites: int) -> np.ndarray:
+    """Returns floats as whole numbers of a unit, and 0 behind them; zeros and 1 if they do not fit.
+
+    Args:
+        own: floats of this site.
+        carrier: the integers.
+        unit: exponent of the power of two.
+        sites: S.
+    """
+    whole = np.zeros(len(own) + 1, carrier.dtype)
+    if carrier.fits(largest_of(own), unit, sites):
+        in_units(own, unit, whole[:-1])
+    else:
+        whole[-1] = 1
+    return whole
+
+
+def total_in_floats(whole: np.ndarray, unit: int) -> np.ndarray | None:
+    """Returns a sum of what `counted_in_units` returned, in floats of 64 bits.
+
+    Returns None if numbers of a site did not fit, or units differed.
+    """
+    return None if whole[-1] else in_floats(whole[:-1], unit)

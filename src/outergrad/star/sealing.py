@@ -48,6 +48,7 @@ class Seal:
         self._about = json.dumps(["outergrad star", run, *names]).encode()
         self._private, self._key = X25519PrivateKey.generate(), AESGCM.generate_key(256)
         self._own = AESGCM(self._key)
+        self._secrets: dict[int, bytes] = {}
         self._pairs: dict[int, AESGCM] = {}
         self._masks: dict[int, bytes] = {}
         self._keys = {rank: self._key}
@@ -67,7 +68,7 @@ class Seal:
             ValueError: a key is not of the site under whose name it came.
         """
         for rank, announcement in announcements.items():
-            shared = self._shared(rank, announcement)
+            shared = self._secrets[rank] = self._shared(rank, announcement)
             ranks = struct.pack("!HH", *sorted((rank, self._rank)))
             self._pairs[rank] = AESGCM(self._derived(shared, ranks))
             self._masks[rank] = self._derived(shared, ranks + b"masks")
@@ -127,6 +128,17 @@ class Seal:
         of_all = self._keys.get(0) or secrets.token_bytes(_KEY_BYTES)
         return Masks(pairs, self._derived(of_all, b"masks of all"), self._rank)
 
+    def secrets_of_group(self, lane: int, others: Sequence[int], use: bytes) -> dict[int, bytes]:
+        """Returns secrets that this site shares with each other site of a group alone, for a use.
+
+        Of a site whose key has not come, as it is gone, it is one that nobody else has.
+        """
+        about = b"group" + struct.pack("!H", lane) + use
+        return {
+            rank: self._derived(self._secrets.get(rank) or secrets.token_bytes(_KEY_BYTES), about)
+            for rank in others
+        }
+
     def _shared(self, rank: int, announcement: str) -> bytes:
         name = self._names[rank]
         try:
@@ -143,7 +155,7 @@ class Seal:
 
     def _derived(self, shared: bytes, use: bytes) -> bytes:
         """Returns the key that sites derive from a secret for a use."""
-        return HKDF(hashes.SHA256(), _KEY_BYTES, salt=None, info=self._about + use).derive(shared)
+        return derived(shared, self._about + use)
 
     def _signed(self, rank: int, public: bytes) -> bytes:
         return self._of(rank) + public
@@ -154,6 +166,11 @@ class Seal:
     @staticmethod
     def _nonce_of_key(rank: int) -> bytes:
         return struct.pack("!BBHQ", 0xFF, 0xFF, rank, 0)
+
+
+def derived(secret: bytes, use: bytes) -> bytes:
+    """Returns the key that is derived from a secret for a use."""
+    return HKDF(hashes.SHA256(), _KEY_BYTES, salt=None, info=use).derive(secret)
 
 
 def _nonce(place: Place, recipient: int) -> bytes:

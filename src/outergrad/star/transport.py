@@ -168,13 +168,15 @@ class Star:
             patience_s: seconds that the hub may be out of reach.
 
         Raises:
-            ValueError: the kit cannot be read.
+            ValueError: the kit cannot be read, or a site differs in `blind`.
             RuntimeError: the hub cannot be reached, refuses this site, or other sites do not come.
         """
         if self._line is None:
             self._line = _line_of(self, patience_s)
         wait_until_ready(self._line.line, self.wait_s)
-        return Held(self, self._line.line)
+        is_begun = self._line.line.is_ready  # else this site comes to others that train
+        seal = self._line.seal(patience_s) if is_begun else None
+        return Held(self, self._line.line, seal, self._line.way)
 
     def close(self) -> None:
         """Leaves, when all that was sent has arrived. A process that ends does it by itself."""
@@ -189,10 +191,14 @@ class Held:
     Attributes:
         star: transport, whose sessions share the line.
         line: to the hub.
+        seal: keys of this site, if the hub must not read what it relays and sums.
+        way: how messages travel, in words.
     """
 
     star: Star
     line: Line
+    seal: Seal | None
+    way: str
 
 
 class _Line:
@@ -277,12 +283,16 @@ class _Line:
             comm = self._taken_in(*self._line.invitation).open(device, patience_s)
             self.dialler.end()
             return comm
-        if not self._met:
-            self._seal, self._met = self._agree(patience_s), True
-        about = (self._seal, self.min_sites, self.way)
+        about = (self.seal(patience_s), self.min_sites, self.way)
         comm = StarComm(self._line, self, device, patience_s, *about)
         comm.coming = [self._line.names.index(name) for name in self._coming]
         return comm
+
+    def seal(self, patience_s: float) -> Seal | None:
+        """Returns the keys of this site, on which all sites agree first; None of none."""
+        if not self._met:
+            self._seal, self._met = self._agree(patience_s), True
+        return self._seal
 
     def _taken_in(self, run: int, names: Sequence[str]) -> _Line:
         """Begins a new line to the sites that train, which admit this one."""
@@ -311,7 +321,8 @@ class _Line:
             told = {line.rank: own, **told}
             names = sorted(line.names[rank] for rank, one in told.items() if one)
             raise ValueError(
-                f"og.Star has blind=True on {', '.join(names)} alone: pass the same on every site"
+                f"og.Star has blind=True on {', '.join(names)} alone: pass the same on every site, "
+                f"or blind=1 in every address"
             )
         if seal is not None:
             keys = exchange_texts(line, "sender keys", seal.meet(told), patience_s, of_gone=first)

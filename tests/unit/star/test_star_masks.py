@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from masked import is_random
 from outergrad.star import run
 from outergrad.star.frames import ALL, Kind
 from outergrad.star.masks import NONCE_BYTES, Masks
@@ -110,19 +111,6 @@ def numbers_in(kept):
     whole = [one for one in kept.values() if len(one) >= 4 * SIZE]
     assert len(whole) == (SITES + 1) * TIMES
     return [np.frombuffer(one, np.uint8)[: 4 * SIZE] for one in whole]
-
-
-def chi_square(found):
-    expected = len(found) / 256
-    return float((((np.bincount(found, minlength=256) - expected) ** 2) / expected).sum())
-
-
-UNUSUAL = 400.0
-"""A chi-square of 255 degrees of freedom above this has a chance of 2e-8."""
-
-
-def is_random(messages):
-    return all(chi_square(one) < UNUSUAL for one in messages)
 
 
 def are_unlike(messages):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from masked import drawn, exactly, most_error
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.star import run
 from outergrad.star.fixed_point import CARRIERS, HEADROOM, in_units, largest_of
@@ -39,30 +40,6 @@ def summed(*parts, settings=BLIND, turns=()):
             assert torch.equal(one.nan_to_num(7), same.nan_to_num(7))
             assert torch.equal(one.isnan(), same.isnan())
     return first
-
-
-def drawn(sites, *shape, dtype=torch.float32, scale=1.0, seed=0):
-    draw = torch.Generator().manual_seed(seed)
-    return [
-        (torch.randn(*shape, generator=draw, dtype=torch.float64) * scale).to(dtype)
-        for _ in range(sites)
-    ]
-
-
-def most_error(parts, total, fell=1.0):
-    """Error that docs/institutions.md states, with the rounding of the dtype."""
-    sites, dtype = len(parts), total.dtype
-    digits = CARRIERS[dtype].digits(sites)
-    largest = fell * max(float(part.double().abs().max()) for part in parts)
-    unit = 2.0 ** (math.frexp(largest)[1] + HEADROOM - digits)
-    return sites * unit + torch.finfo(dtype).eps * total.double().abs()
-
-
-def exactly(parts):
-    """The sum, rounded once."""
-    columns = zip(*(part.double().flatten().tolist() for part in parts), strict=True)
-    total = torch.tensor([math.fsum(one) for one in columns], dtype=torch.float64)
-    return total.view(parts[0].shape)
 
 
 def assert_near(parts, total, fell=1.0):

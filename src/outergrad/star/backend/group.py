@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,11 +21,15 @@ from torch.distributed import ReduceOp
 
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.messages.raw import content
-from outergrad.star.backend.store import HubStore
-from outergrad.star.backend.works import Awaited, Finisher, FirstOf, LineWork, Rooms, Waiting
+from outergrad.star.backend.post import LARGE_BYTES, OpenPost, Post, code_of
+from outergrad.star.backend.profiling import recorded
+from outergrad.star.backend.store import IN_SESSIONS, HubStore
+from outergrad.star.backend.works import Finisher, FirstOf, LineWork, Rooms, Waiting
 from outergrad.star.frames import ALL, Kind, Place
-from outergrad.star.sums import coded
 from outergrad.star.transport import Held
+
+if TYPE_CHECKING:
+    from outergrad.star.sealing import Seal
 
 T = TypeVar("T")
 NAME = "outergrad"
@@ -39,31 +43,48 @@ _OPERATIONS = {
     "BOR": "or",
     "BXOR": "xor",
 }
+_EVENTS = {
+    "allreduce": "all_reduce",
+    "reduce": "reduce",
+    "reduce_scatter": "reduce_scatter",
+    "barrier": "barrier",
+    "broadcast": "broadcast",
+    "allgather": "all_gather",
+    "all_gather_single_coalesced": "all_gather",
+    "gather": "gather",
+    "scatter": "scatter",
+    "alltoall": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "send": "send",
+    "recv": "recv",
+    "recv_anysource": "recv",
+}
+"""Events of the methods by which all others go."""
 _OF_BOOL = {"sum": "max", "product": "min"}
 """Operations of True and False in place of those of the numbers 1 and 0."""
 _OF_COMPLEX = frozenset({"sum", "mean"})
 _KEPT_WORKS, _FEW_NUMBERS = 1 << 10, 1 << 7
 _FLUSH_S = 5.0
 """Longest time, seconds, in which nothing moves while a group that ends sends its last messages."""
-_LARGE_BYTES = 1 << 26
-"""Bytes of a message from which on its sender waits until all others are there as well. A site
-keeps what comes early, and memory has an end."""
 
 
-def _not_compiled(made: type[T]) -> type[T]:
-    """Keeps torch.compile out of the collectives of a group, which it cannot follow."""
+def _collectives(made: type[T]) -> type[T]:
+    """Shows the collectives of a group in profiles, and keeps torch.compile out of its methods."""
     for name, call in vars(made).items():
         if callable(call) and not name.startswith("__"):
-            setattr(made, name, _disable_dynamo(call))
+            event = _EVENTS.get(call.__name__)
+            shown: Callable[..., Any] = recorded(f"{NAME}:{event}", call) if event else call
+            setattr(made, name, _disable_dynamo(shown))
     return made
 
 
-@_not_compiled
+@_collectives
 class StarGroup(dist.ProcessGroup):
     """Collectives among sites around a hub.
 
     Sums, minima and the like are made by the hub, of floats in 64 bits and rank order, so a site
-    sends a tensor once and receives it once. All else is relayed.
+    sends a tensor once and receives it once. All else is relayed. With `og.Star(blind=True)` a hub
+    adds up masked numbers, and relays what sites encrypt for each other (`sealed_post.py`).
 
     Args:
         held: this process's hold of its line, and the transport of its sessions.
@@ -76,6 +97,7 @@ class StarGroup(dist.ProcessGroup):
     Attributes:
         transport: of sessions over this group, which share the line; None if it is not of all sites
             in the order of the run.
+        way: how messages travel, in words.
 
     Raises:
         ExchangeError: the hub does not answer, or other sites have opened another group.
@@ -98,17 +120,41 @@ class StarGroup(dist.ProcessGroup):
         super().__init__(ranks.index(line.rank), len(ranks))  # pyright: ignore[reportCallIssue]
         self._held, self._line, self._ranks = held, line, tuple(ranks)
         self._name, self._opened, self._described = name, name, "undefined"
+        self.way = held.way
         self._kept, self._store = store, own_store or store
         self.transport = held.star if self._ranks == tuple(range(len(line.names))) else None
         self._patience_s = timeout.total_seconds()
         self._finisher = Finisher(line)
-        self._lane = line.open_group(name, sorted(ranks), self._patience_s)
+        # A site that comes to others that train finds no group.
+        self._joined = self._join(held.seal) if line.is_ready else None
         self._sent, self._received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         self._coalesced: list[LineWork] | None = None
         self._alive = deque[LineWork](maxlen=_KEPT_WORKS)
         """The last works of few numbers: where C++ alone holds one, PyTorch would lose its Python
         half, and wait for ever. DDP does so with the number of sites that have inputs left."""
         self._sequence = 0
+
+    def _join(self, seal: Seal | None) -> Post:
+        """Opens the group at the hub; returns the way of its messages."""
+        line, ranks, name = self._line, sorted(self._ranks), self._opened
+        lane = line.open_group(name, ranks, self._patience_s)
+        if seal is None:
+            return OpenPost(line, lane)
+        from outergrad.star.backend.sealed_post import SealedPost
+
+        lanes = lane, line.open_group(f"{name} again", ranks, self._patience_s)
+        return SealedPost(line, lanes, ranks, seal, lambda: self._patience_s)
+
+    @property
+    def _post(self) -> Post:
+        """Way of the messages of the group.
+
+        Raises:
+            ExchangeError: its sites train in sessions alone, since some were lost or came back.
+        """
+        if self._joined is None or self._line.has_left:
+            raise ExchangeError(IN_SESSIONS, kind=Failure.LOCAL)
+        return self._joined
 
     # -- what PyTorch asks a group --------------------------------------------------------------
 
@@ -194,6 +240,8 @@ class StarGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Ends the threads of the group, once the hub has all that this site sent."""
+        if self._joined is not None:
+            self._joined.end()
         self._line.flush(min(self._patience_s, _FLUSH_S))
         self._finisher.end()
 
@@ -221,7 +269,8 @@ class StarGroup(dist.ProcessGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> LineWork:
         """Sums the r-th tensors of all sites on the r-th site."""
-        operation, awaited = _operation(opts or ReduceOp.SUM), []
+        operation = _operation(opts or ReduceOp.SUM)
+        awaited: list[Waiting] = []
         for into, parts in zip(outputs, inputs, strict=True):
             for root, part in enumerate(parts):
                 awaited += self._reduced(part, into, operation, root)
@@ -242,27 +291,21 @@ class StarGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> LineWork:
         """Waits for all sites."""
-        token = torch.zeros(1, dtype=torch.uint8)
-        return self._work(self._reduced(token, token, "max"), [token], opts)
+        return self._work(self._post.barrier() if self.size() > 1 else [], [torch.zeros(1)], opts)
 
     def _reduced(
         self, t: Tensor, into: Tensor, operation: str, root: int | None = None
-    ) -> list[Awaited]:
+    ) -> Sequence[Waiting]:
         """Sends a tensor to be summed; writes the sum into another, of one site or on all."""
-        mine = root in (None, self.rank())
         numbers, operation = _numbers_of(t, operation)
-        code = _code(numbers, operation)
+        code_of(numbers, operation)  # which raises where there is none
         if self.size() == 1:
             _copy(t, into)
         if self.size() == 1 or not t.numel():
             return []
-        place = self._line.place(Kind.SUM, self._lane, code)
-        awaited = []
-        if mine:
-            arrival = self._line.expect(place, {ALL: numbers.nbytes})
-            awaited = [Awaited(place, arrival, lambda rooms: _write(rooms[ALL], into))]
-        self._line.send(place, content(numbers), ALL if root is None else self._ranks[root])
-        return awaited
+        written = (lambda room: _write(room, into)) if root in (None, self.rank()) else None
+        to = ALL if root is None else self._ranks[root]
+        return self._post.reduce(numbers, operation, to, written)
 
     def _sparse_sum(self, t: Tensor, operation: str) -> LineWork:
         """Sums sparse tensors, whose entries all sites exchange: their numbers differ."""
@@ -289,7 +332,7 @@ class StarGroup(dist.ProcessGroup):
         awaited = [one for t in tensors for one in self._from_root(t, root)]
         return self._work(awaited, tensors, opts)
 
-    def _from_root(self, t: Tensor, root: int) -> list[Awaited]:
+    def _from_root(self, t: Tensor, root: int) -> list[Waiting]:
         return self._gathered(self._only(root, t), t if self.rank() == root else t.new_empty(0))
 
     def allgather(
@@ -322,16 +365,16 @@ class StarGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def _gathered(self, outputs: Sequence[Tensor], own: Tensor) -> list[Awaited]:
+    def _gathered(self, outputs: Sequence[Tensor], own: Tensor) -> list[Waiting]:
         """Sends a tensor to all; writes those of other sites, and it, into the outputs."""
         self._meet(sum(t.nbytes for t in outputs))
         _copy(own, outputs[self.rank()])
         if self.size() == 1:
             return []
-        place = self._line.place(Kind.GATHER, self._lane)
+        place = self._line.place(Kind.GATHER, self._post.lane)
         awaited = self._expected(place, outputs)
         if own.numel():
-            self._line.send(place, content(own))
+            self._post.send(place, content(own))
         return awaited
 
     def gather(
@@ -362,7 +405,7 @@ class StarGroup(dist.ProcessGroup):
 
     def _meet(self, nbytes: int) -> None:
         """Waits for all sites before a message so large that they could not keep it."""
-        if nbytes > _LARGE_BYTES and self.size() > 1:
+        if nbytes > LARGE_BYTES and self.size() > 1:
             self.barrier().wait()
 
     def alltoall(
@@ -386,21 +429,21 @@ class StarGroup(dist.ProcessGroup):
 
     alltoall_base = all_to_all_single
 
-    def _exchanged(self, outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Awaited]:
+    def _exchanged(self, outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Waiting]:
         """Sends each site its part; writes what it sends into the output of its rank."""
         if len(outputs) != self.size() or len(parts) != self.size():
             raise ValueError(f"{len(outputs)} and {len(parts)} tensors for {self.size()} sites")
         _copy(parts[self.rank()], outputs[self.rank()])
         if self.size() == 1:
             return []
-        place = self._line.place(Kind.EACH, self._lane)
+        place = self._line.place(Kind.EACH, self._post.lane)
         awaited = self._expected(place, outputs)
         for rank, part in enumerate(parts):
             if rank != self.rank() and part.numel():
-                self._line.send(place, content(part), self._ranks[rank])
+                self._post.send(place, content(part), self._ranks[rank])
         return awaited
 
-    def _expected(self, place: Place, outputs: Sequence[Tensor]) -> list[Awaited]:
+    def _expected(self, place: Place, outputs: Sequence[Tensor]) -> list[Waiting]:
         """Expects a message of each other site whose output is not empty."""
         wanted = {
             self._ranks[rank]: into
@@ -409,13 +452,13 @@ class StarGroup(dist.ProcessGroup):
         }
         if not wanted:
             return []
-        arrival = self._line.expect(place, {site: into.nbytes for site, into in wanted.items()})
 
         def write(rooms: Rooms) -> None:
             for site, into in wanted.items():
                 _write(rooms[site], into)
 
-        return [Awaited(place, arrival, write)]
+        sizes = {site: into.nbytes for site, into in wanted.items()}
+        return [self._post.expect(place, sizes, write, -1)]
 
     # -- from one site to another ---------------------------------------------------------------
 
@@ -424,34 +467,36 @@ class StarGroup(dist.ProcessGroup):
         (t,) = tensors
         place = self._between(self.rank(), rank, tag, self._sent)
         if t.numel():
-            self._line.send(place, content(t), self._ranks[rank])
+            self._post.send(place, content(t), self._ranks[rank])
         return self._work([], tensors)
 
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> LineWork:
         """Receives a tensor of one site."""
+        return self._receive(tensors, rank, tag)
+
+    def _receive(self, tensors: Sequence[Tensor], rank: int, tag: int) -> LineWork:
         (t,) = tensors
         place, site = self._between(rank, self.rank(), tag, self._received), self._ranks[rank]
         if not t.numel():
             return self._work([], tensors)
-        arrival = self._line.expect(place, {site: t.nbytes})
-        awaited = Awaited(place, arrival, lambda rooms: _write(rooms[site], t), rank)
-        return self._work([awaited], tensors)
+        write = lambda rooms: _write(rooms[site], t)  # noqa: E731
+        return self._work([self._post.expect(place, {site: t.nbytes}, write, rank)], tensors)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> LineWork:
         """Receives a tensor of whichever site sends one first."""
         others = [rank for rank in range(self.size()) if rank != self.rank()]
-        numbers = {r: (r, self.rank(), tag) for r in others}
+        numbers, lane = {r: (r, self.rank(), tag) for r in others}, self._post.lane
 
         def has_come() -> int | None:
             for rank, key in numbers.items():
                 number = _number(*key, self._received[rank, tag] + 1)
-                if self._line.has_come(self._lane, number, self._ranks[rank]):
+                if self._line.has_come(lane, number, self._ranks[rank]):
                     return rank
             if {self._ranks[rank] for rank in others} <= self._line.gone.keys():
                 raise ExchangeError("all other sites are gone", kind=Failure.CLOSED)
             return None
 
-        receive = lambda rank: self.recv(tensors, rank, tag)  # noqa: E731
+        receive = lambda rank: self._receive(tensors, rank, tag)  # noqa: E731
         return self._work([FirstOf(has_come, receive)], tensors)
 
     def _between(
@@ -460,7 +505,7 @@ class StarGroup(dist.ProcessGroup):
         """Returns the place of the next message between two sites, which only these count."""
         other = target if source == self.rank() else source
         counts[other, tag] += 1
-        return Place(Kind.EACH, self._lane, _number(source, target, tag, counts[other, tag]))
+        return Place(Kind.EACH, self._post.lane, _number(source, target, tag, counts[other, tag]))
 
     # -- parts and works ------------------------------------------------------------------------
 
@@ -511,14 +556,6 @@ def _numbers_of(t: Tensor, operation: str) -> tuple[Tensor, str]:
     if t.dtype == torch.bool:
         return t.detach().to(torch.uint8), _OF_BOOL.get(operation, operation)
     return t.detach(), operation
-
-
-def _code(numbers: Tensor, operation: str) -> int:
-    dtype = str(numbers.dtype).removeprefix("torch.")
-    try:
-        return coded(dtype, operation)
-    except ValueError:
-        raise ValueError(f"a hub makes no {operation!r} of numbers of type {dtype}") from None
 
 
 def _write(room: np.ndarray, into: Tensor) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import Any
@@ -18,9 +19,14 @@ from outergrad.star.backend.store import HubStore
 from outergrad.star.transport import TIMEOUT_S, Star, leave_all_stars
 
 SCHEME = "star"
-_SETTINGS = ("hub", "wait_s", "when_lost", "min_sites")
-"""Settings of `og.Star` that an address may have."""
-_NUMBERS = {"wait_s": float, "min_sites": int}
+_SETTINGS = ("hub", "wait_s", "reach_s", "blind", "when_lost", "min_sites")
+"""Settings that an address may have: those of `og.Star`, and for how long the hub may be away."""
+_READ: dict[str, Callable[[str], Any]] = {
+    "wait_s": float,
+    "reach_s": float,
+    "blind": {"0": False, "1": True}.__getitem__,
+    "min_sites": int,
+}
 
 
 class _Begun:
@@ -40,14 +46,15 @@ def register(*_: Any) -> None:
         Finalize(None, leave_all_stars, exitpriority=0)
 
 
-def star_at(address: str) -> Star:
-    """Returns the settings that an address means.
+def star_at(address: str) -> tuple[Star, float]:
+    """Returns the settings that an address means, and how long the hub may be out of reach.
 
     Args:
         address: as "star:///etc/site-a.kit?hub=hub.example.org:8443&wait_s=60". The path is that of
             the kit; without one, it is the file that `outergrad site --kit` was given. What stands
-            behind "?" are settings of `og.Star`: hub, wait_s, when_lost ("raise" or "go on"; a
-            space is "+") and min_sites.
+            behind "?" are settings of `og.Star`: hub, wait_s, blind (1 or 0), when_lost ("raise" or
+            "go on"; a space is "+") and min_sites; and reach_s, the longest time, seconds, for
+            which this site may not reach the hub, as `timeout` in sessions of `og.Star`.
 
     Raises:
         ValueError: the address has a setting that is none, or has no value for it.
@@ -58,11 +65,15 @@ def star_at(address: str) -> Star:
         if name not in _SETTINGS:
             raise ValueError(f"{address}: {name!r} is none of {', '.join(_SETTINGS)}")
         try:
-            settings[name] = _NUMBERS.get(name, str)(value)
+            settings[name] = _READ.get(name, str)(value)
         except ValueError:
             raise ValueError(f"{address}: {name}={value!r} is no number") from None
-    kit = unquote(parts.netloc + parts.path)
-    return Star(kit=kit or None, **settings)
+        except KeyError:
+            raise ValueError(f"{address}: {name}={value!r}: pass 0 or 1") from None
+    kit, reach_s = unquote(parts.netloc + parts.path), settings.pop("reach_s", TIMEOUT_S)
+    if not 0 < reach_s < math.inf:
+        raise ValueError(f"{address}: reach_s={reach_s}: pass seconds above 0")
+    return Star(kit=kit or None, **settings), reach_s
 
 
 def _meeting(
@@ -70,7 +81,8 @@ def _meeting(
 ) -> Iterator[tuple[Store, int, int]]:
     """Yields the store of the run, this site's rank and the number of sites; for torch."""
     limit = timeout or dist.default_pg_timeout
-    held = star_at(address).connected(min(limit.total_seconds(), TIMEOUT_S))
+    star, reach_s = star_at(address)
+    held = star.connected(reach_s)
     line = held.line
     for told, is_so, what in ((rank, line.rank, "rank"), (world_size, len(line.names), "size")):
         if told not in (-1, is_so):

@@ -14,6 +14,10 @@ from outergrad.star.values import MOST_VALUE, Ask, packed, unpacked
 
 _ANSWERS_S = 5.0
 """Seconds that the hub has for an answer, beyond those that a question waits for a key."""
+IN_SESSIONS = (
+    "torch.distributed has no group here: its sites have gone on with others, or this one comes to "
+    "others that train (when_lost='go on'). Sessions of og.distribute go on"
+)
 
 
 class HubStore(Store):
@@ -110,7 +114,7 @@ class HubStore(Store):
     def _values(self, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
         wait_ms = int(timeout.total_seconds() * 1000)
         limit_s = wait_ms / 1000
-        answer = self._line.ask(Kind.STORE, _question(Ask.GET, str(wait_ms), *keys), limit_s)
+        answer = self._answer(_question(Ask.GET, str(wait_ms), *keys), limit_s)
         if answer is None:
             raise dist.DistStoreError(self._why(f"no site set {', '.join(keys)}", limit_s))
         return unpacked(answer)
@@ -120,10 +124,15 @@ class HubStore(Store):
         if len(question) > MOST_VALUE:
             told = f"{len(question)} bytes for the store of the hub, which takes {MOST_VALUE}"
             raise ValueError(f"{told}: send them by a collective instead")
-        answer = self._line.ask(Kind.STORE, question, _ANSWERS_S)
+        answer = self._answer(question, _ANSWERS_S)
         if answer is None:
             raise dist.DistStoreError(self._why("the hub does not answer", _ANSWERS_S))
         return answer
+
+    def _answer(self, question: bytes, limit_s: float) -> bytes | None:
+        if self._line.has_left or not self._line.is_ready:
+            raise dist.DistStoreError(IN_SESSIONS)
+        return self._line.ask(Kind.STORE, question, limit_s)
 
     def _why(self, otherwise: str, limit_s: float) -> str:
         failure = self._line.failure

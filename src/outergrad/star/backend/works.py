@@ -63,6 +63,15 @@ class Awaited(Waiting):
         """True if all of them are there, or one will not come."""
         return line.is_due(self.place, self.arrival, patience_s, self._since)
 
+    def is_late(self, line: Line, patience_s: float) -> bool:
+        """True if one of them will not come, or has not come in time."""
+        with line.changed:
+            try:
+                is_whole = not self.arrival.missing()
+            except ExchangeError:
+                return True
+            return not is_whole and self.is_due(line, patience_s)
+
     def take(self, line: Line, patience_s: float) -> None:
         """Waits for them."""
         self.then(line.wait(self.place, self.arrival, patience_s, self._since))
@@ -158,7 +167,7 @@ class LineWork(Work):
                     one.take(self._line, limit_s)
                     self._source = one.source
             except Exception as error:
-                self._error = _in_words(error, self._line, limit_s)
+                self._error = in_words(error, self._line, limit_s)
             self._is_done, self._awaited = True, []
             if self._future is not None:
                 _set(self._future, self._results, self._error)
@@ -207,7 +216,7 @@ class LineWork(Work):
             return self._future
 
 
-def _in_words(error: Exception, line: Line, limit_s: float) -> Exception:
+def in_words(error: Exception, line: Line, limit_s: float) -> Exception:
     """Returns an error with the names of the sites in it, where it tells of a timeout alone.
 
     Scripts look for gloo's words in it.

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed import ReduceOp
+from torch.profiler import profile
 
 from outergrad.core.errors import ExchangeError
 from stars import group_on, groups_on_star, hub, on_star, star
 
 SITES = 3
+
+
+@pytest.fixture(params=[{}, {"blind": True}], ids=["open", "blind"])
+def settings(request):
+    """Of the sites: the hub may read, or must not."""
+    return request.param
+
+
 DTYPES = [
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
@@ -56,7 +67,7 @@ def is_defined(operation, dtype):
     return operation != "mean" or dtype.is_floating_point
 
 
-def test_sums_and_other_reductions_of_every_dtype():
+def test_sums_and_other_reductions_of_every_dtype(settings):
     """And what is not defined is refused before anything is sent."""
 
     def body(group):
@@ -71,10 +82,10 @@ def test_sums_and_other_reductions_of_every_dtype():
                 expected = reference(tensors(dtype))
                 assert torch.equal(t, expected), (dtype, name)
 
-    groups_on_star(SITES, body)
+    groups_on_star(SITES, body, settings=settings)
 
 
-def test_a_tensor_is_read_when_the_collective_starts_and_written_when_it_ends():
+def test_a_tensor_is_read_when_the_collective_starts_and_written_when_it_ends(settings):
     """Views that are not contiguous, too; and sums of several tensors at once."""
 
     def body(group):
@@ -87,14 +98,14 @@ def test_a_tensor_is_read_when_the_collective_starts_and_written_when_it_ends():
         assert torch.equal(whole[:, 1::2], torch.full((4, 3), 100.0))
         assert torch.equal(other, torch.full((3,), 3.0))
 
-    groups_on_star(SITES, body)
+    groups_on_star(SITES, body, settings=settings)
 
 
 def root(rank, op=ReduceOp.SUM):
     return SimpleNamespace(rootRank=rank, reduceOp=op)
 
 
-def test_collectives_of_one_root():
+def test_collectives_of_one_root(settings):
     def body(group):
         rank = group.rank()
         for at in range(SITES):
@@ -111,10 +122,10 @@ def test_collectives_of_one_root():
             group.scatter([t], [parts] if rank == at else [], root(at)).wait()
             assert t.tolist() == [10.0 * rank] * 2
 
-    groups_on_star(SITES, body)
+    groups_on_star(SITES, body, settings=settings)
 
 
-def test_collectives_of_parts():
+def test_collectives_of_parts(settings):
     def body(group):
         rank, own = group.rank(), torch.arange(2.0) + 10 * group.rank()
         everything = torch.cat([torch.arange(2.0) + 10 * r for r in range(SITES)])
@@ -138,7 +149,7 @@ def test_collectives_of_parts():
         group.all_to_all_single(output, whole, [1 + rank] * SITES, sizes).wait()
         assert output.tolist() == [float(r) for r in range(SITES) for _ in range(1 + rank)]
 
-    groups_on_star(SITES, body)
+    groups_on_star(SITES, body, settings=settings)
 
 
 def sparse(rank):
@@ -146,7 +157,7 @@ def sparse(rank):
     return torch.sparse_coo_tensor(index, values, (4, 3), check_invariants=True)
 
 
-def test_sparse_sums():
+def test_sparse_sums(settings):
     """Each site has another number of entries."""
 
     def body(group):
@@ -154,10 +165,10 @@ def test_sparse_sums():
         group.allreduce([t]).wait()
         assert torch.equal(t.to_dense(), sum(sparse(rank).to_dense() for rank in range(SITES)))
 
-    groups_on_star(SITES, body)
+    groups_on_star(SITES, body, settings=settings)
 
 
-def test_messages_between_two_sites_match_by_tag_and_order():
+def test_messages_between_two_sites_match_by_tag_and_order(settings):
     def body(group):
         if group.rank() == 0:
             for tag in (7, 8):
@@ -171,10 +182,10 @@ def test_messages_between_two_sites_match_by_tag_and_order():
                     assert t.tolist() == [10.0 * tag + k] * 2
         group.barrier().wait()
 
-    groups_on_star(SITES, body)
+    groups_on_star(SITES, body, settings=settings)
 
 
-def test_a_message_of_any_site():
+def test_a_message_of_any_site(settings):
     def body(group):
         if group.rank():
             time.sleep(0.3 * (2 - group.rank()))
@@ -188,10 +199,10 @@ def test_a_message_of_any_site():
             found.append((work.source_rank(), t.item()))
         return found
 
-    assert groups_on_star(SITES, body)[0] == [(2, 2.0), (1, 1.0)]
+    assert groups_on_star(SITES, body, settings=settings)[0] == [(2, 2.0), (1, 1.0)]
 
 
-def test_nobody_sends_within_the_timeout():
+def test_nobody_sends_within_the_timeout(settings):
     """A future ends, too, though nothing that its thread could see has happened."""
 
     def body(group):
@@ -200,10 +211,10 @@ def test_nobody_sends_within_the_timeout():
             work.get_future().wait()
         group.barrier().wait()
 
-    groups_on_star(SITES, body, timeout_s=1.0)
+    groups_on_star(SITES, body, timeout_s=1.0, settings=settings)
 
 
-def test_nothing_is_left_of_collectives_that_are_over():
+def test_nothing_is_left_of_collectives_that_are_over(settings):
     """Also of those of which a site only sends a part, as every step of FSDP2 has some."""
 
     def body(group):
@@ -221,10 +232,10 @@ def test_nothing_is_left_of_collectives_that_are_over():
         group.barrier().wait()
         assert not group._line._arrivals
 
-    groups_on_star(SITES, body)
+    groups_on_star(SITES, body, settings=settings)
 
 
-def test_futures_are_set_without_a_wait_and_may_wait_for_others():
+def test_futures_are_set_without_a_wait_and_may_wait_for_others(settings):
     def body(group):
         t, more = torch.ones(4), torch.ones(2)
 
@@ -237,10 +248,10 @@ def test_futures_are_set_without_a_wait_and_may_wait_for_others():
         assert after.wait().tolist() == [3.0 + 6.0] * 4
         group.barrier().wait()
 
-    groups_on_star(SITES, body)
+    groups_on_star(SITES, body, settings=settings)
 
 
-def test_groups_of_some_sites_have_an_order_of_their_own():
+def test_groups_of_some_sites_have_an_order_of_their_own(settings):
     """Large sums of two groups, begun in another order on each site, do not wait for each other."""
 
     def body(_, one):
@@ -260,10 +271,10 @@ def test_groups_of_some_sites_have_an_order_of_their_own():
         assert large[0][-1] == 6.0
         assert pair is None or large[1][-1] == 3.0
 
-    on_star(SITES, body)
+    on_star(SITES, body, settings)
 
 
-def test_a_group_is_split():
+def test_a_group_is_split(settings):
     def body(group):
         split = group.split_group([0, 2], group_name="two", group_desc="of three")
         if group.rank() == 1:
@@ -274,10 +285,10 @@ def test_a_group_is_split():
         assert t.tolist() == [2.0, 2.0]
         assert (split.size(), split.group_name, split.group_desc) == (2, "two", "of three")
 
-    groups_on_star(SITES, body)
+    groups_on_star(SITES, body, settings=settings)
 
 
-def test_ranks_of_a_group_may_have_another_order():
+def test_ranks_of_a_group_may_have_another_order(settings):
     def body(_, one):
         group = group_on(one, name="turned", ranks=[2, 0, 1])
         t = torch.full((1,), float(group.rank()))
@@ -286,7 +297,7 @@ def test_ranks_of_a_group_may_have_another_order():
         assert [one.item() for one in into] == [0.0, 1.0, 2.0]
         return group.rank()
 
-    assert on_star(SITES, body) == [1, 2, 0]
+    assert on_star(SITES, body, settings) == [1, 2, 0]
 
 
 def test_a_group_that_others_have_opened_with_other_members_is_refused():
@@ -301,7 +312,7 @@ def test_a_group_that_others_have_opened_with_other_members_is_refused():
             one.close()
 
 
-def test_a_site_that_is_late_is_named_within_the_timeout():
+def test_a_site_that_is_late_is_named_within_the_timeout(settings):
     def body(group):
         if group.rank() == 2:
             time.sleep(2.0)
@@ -314,11 +325,11 @@ def test_a_site_that_is_late_is_named_within_the_timeout():
             group.recv([torch.ones(3)], 2).wait(timedelta(seconds=0.5))
         return time.monotonic() - began
 
-    times = groups_on_star(SITES, body, timeout_s=1.0)
+    times = groups_on_star(SITES, body, timeout_s=1.0, settings=settings)
     assert all(1.5 <= took < 3.5 for took in times[:2])
 
 
-def test_a_site_that_is_gone_is_named_and_others_go_on_without_it():
+def test_a_site_that_is_gone_is_named_and_others_go_on_without_it(settings):
     """Sums of a group to which it adds nothing end at once; those that it made do not."""
 
     def body(_, one):
@@ -342,19 +353,22 @@ def test_a_site_that_is_gone_is_named_and_others_go_on_without_it():
         pair.barrier().wait()
         return took
 
-    assert max(on_star(SITES, body)) < 5.0
+    assert max(on_star(SITES, body, settings)) < 5.0
 
 
-def test_sites_that_do_not_agree_on_a_sum_are_told_who_differs():
+def test_sites_that_do_not_agree_on_a_sum_are_told_who_differs(settings):
+    """Masked numbers are integers, one more than the floats."""
+    differs = "20 bytes of int32" if settings else "16 bytes of float32"
+
     def body(group):
         t = torch.ones(3 if group.rank() != 1 else 4)
-        with pytest.raises(ExchangeError, match=r"site-b sent 16 bytes of float32, where the"):
+        with pytest.raises(ExchangeError, match=f"site-b sent {differs}, where the others"):
             group.allreduce([t]).wait()
 
-    groups_on_star(SITES, body)
+    groups_on_star(SITES, body, settings=settings)
 
 
-def test_more_than_a_window_and_more_than_a_site_keeps_early():
+def test_more_than_a_window_and_more_than_a_site_keeps_early(settings):
     """A site that begins late gets what was broadcast before it began."""
 
     def body(group):
@@ -365,10 +379,10 @@ def test_more_than_a_window_and_more_than_a_site_keeps_early():
             group.broadcast([t], root(0)).wait()
             assert t[-1] == (20 << 20) - 1
 
-    groups_on_star(2, body)
+    groups_on_star(2, body, settings=settings)
 
 
-def test_a_group_of_one_site():
+def test_a_group_of_one_site(settings):
     def body(_, one):
         if one.connected(10.0).line.rank:
             return
@@ -381,4 +395,54 @@ def test_a_group_of_one_site():
         group.reduce_scatter_single(into, t).wait()
         assert into.tolist() == [1.0] * 3
 
-    on_star(2, body)
+    on_star(2, body, settings)
+
+
+def test_every_collective_shows_in_a_profile_once():
+    """Of one site: these are threads, and a process has one profile."""
+
+    def body(group):
+        rank, own, parts = group.rank(), torch.ones(3), [torch.zeros(1) for _ in range(SITES)]
+        every = [torch.zeros(3) for _ in range(SITES)]
+        with profile() if rank == 0 else nullcontext() as found:
+            works = [
+                group.allreduce([own.clone()]),
+                group.allreduce_coalesced([own.clone()]),
+                group.reduce([own.clone()], root(0)),
+                group.reduce_scatter_single(torch.zeros(1), own),
+                group.broadcast([own.clone()], root(0)),
+                group.allgather([every], [own]),
+                group.all_gather_single(torch.zeros(9), own),
+                group.gather([every] if rank == 0 else [], [own], root(0)),
+                group.scatter([torch.zeros(1)], [parts] if rank == 0 else [], root(0)),
+                group.alltoall([torch.zeros(1) for _ in parts], parts),
+                group.all_to_all_single(torch.zeros(3), own, [], []),
+                group.send([own], (rank + 1) % SITES),
+                group.recv([torch.zeros(3)], (rank - 1) % SITES),
+                group.barrier(),
+            ]
+            for work in works:
+                work.wait()
+        group.barrier().wait()
+        names = [event.name for event in found.events() if event.is_async] if found else []
+        return Counter(name.partition(":")[2] for name in names if name.startswith("outergrad:"))
+
+    once = dict.fromkeys(("reduce", "reduce_scatter", "broadcast", "gather", "scatter"), 1)
+    twice = dict.fromkeys(("all_reduce", "all_gather", "all_to_all"), 2)
+    between = dict.fromkeys(("send", "recv", "barrier"), 1)
+    assert groups_on_star(SITES, body)[0] == once | twice | between
+
+
+def test_an_event_of_a_profile_ends_with_its_result():
+    def body(group):
+        if group.rank():
+            time.sleep(0.5)
+            group.allreduce([torch.ones(3)]).wait()
+            return 0.0
+        with profile() as found:
+            group.allreduce([torch.ones(3)]).wait()
+            time.sleep(0.2)
+        (event,) = (one for one in found.events() if one.name == "outergrad:all_reduce")
+        return event.time_range.elapsed_us() / 1e6
+
+    assert groups_on_star(SITES, body)[0] >= 0.3
