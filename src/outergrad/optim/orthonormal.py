@@ -32,11 +32,36 @@ def newton_schulz(matrix: Tensor, steps: int = STEPS, dtype: torch.dtype | None 
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mH
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
+    if 2 * x.shape[-2] <= x.shape[-1] and dtype != torch.bfloat16:
+        x = _of_gram(x @ x.mH, steps) @ x
+    else:
+        x = _iterated(x, steps)
+    return (x if wide else x.mH).reshape(matrix.shape).to(matrix.dtype)
+
+
+def _iterated(x: Tensor, steps: int) -> Tensor:
     a, b, c = QUINTIC
     for _ in range(steps):
         gram = x @ x.mH
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x if wide else x.mH).reshape(matrix.shape).to(matrix.dtype)
+    return x
+
+
+def _of_gram(gram: Tensor, steps: int) -> Tensor:
+    """Returns Q, by which all iterations together multiply X, from X Xᴴ.
+
+    Products of two small squares take the place of those with X: 44% fewer multiplications where a
+    matrix is four times as long as it is wide (Dao-AILab, Gram-Newton-Schulz). Small singular
+    values are squared, for which bfloat16 is too coarse.
+    """
+    a, b, c = QUINTIC
+    whole = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(gram)
+    for _ in range(steps):
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        factor.diagonal(dim1=-2, dim2=-1).add_(a)
+        whole = factor @ whole
+        gram = factor @ gram @ factor
+    return whole
 
 
 def _computed_in(matrix: Tensor) -> torch.dtype:

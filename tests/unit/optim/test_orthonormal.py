@@ -35,15 +35,20 @@ def test_singular_vectors_stay(shape):
     assert inner.diagonal(dim1=-2, dim2=-1).shape == s.shape
 
 
-def test_every_singular_value_follows_the_polynomial():
+@pytest.mark.parametrize("long", [40, 60, 200])
+@pytest.mark.parametrize(("dtype", "off"), [(torch.float64, 1e-9), (torch.float32, 1e-3)])
+def test_every_singular_value_follows_the_polynomial(long, dtype, off):
+    """Also where the iterations go through a matrix's Gram matrix, as it is long."""
     values = torch.logspace(-6, 0, 30, dtype=torch.float64)
     values /= values.norm()
-    left, right = (torch.linalg.qr(matrix((40, 30))).Q for _ in range(2))
+    left, right = (torch.linalg.qr(matrix((size, 30))).Q for size in (40, long))
     expected = values
     for _ in range(5):
         expected = 3.4445 * expected - 4.7750 * expected**3 + 2.0315 * expected**5
-    found = left.T @ newton_schulz(7.0 * (left * values) @ right.T) @ right
-    torch.testing.assert_close(found.diagonal(), expected, rtol=1e-9, atol=1e-12)
+    whole = newton_schulz((7.0 * (left * values) @ right.T).to(dtype)).double()
+    torch.testing.assert_close((left.T @ whole @ right).diagonal(), expected, rtol=off, atol=off)
+    across = newton_schulz((7.0 * (right * values) @ left.T).to(dtype)).double()
+    torch.testing.assert_close(across, whole.mT, rtol=off, atol=off)
 
 
 def test_directions_that_are_not_there_stay_away():
