@@ -15,6 +15,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from outergrad.launch.errors import RecipeError, SiteError
+from outergrad.launch.interrupts import raise_in
 
 T = TypeVar("T")
 
@@ -125,7 +126,7 @@ def exit_on_signals() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in _ENDING}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:  # as nohup sets it
-            signal.signal(number, lambda n, _: sys.exit(128 + n))
+            signal.signal(number, lambda n, frame: raise_in(frame, n, SystemExit(128 + n)))
     try:
         yield
     finally:

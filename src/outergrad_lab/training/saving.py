@@ -196,7 +196,7 @@ class Saver:
         if saving is not None:
             peer = training.replica.peer
             others: dict[str, Any] = {} if peer is None else {"peer": peer}
-            if job.decay < 1:
+            if training.schedule:
                 others["schedule"] = training.schedule
             self._checkpoints = og.Checkpoints(
                 saving.folder,

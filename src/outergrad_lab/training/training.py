@@ -39,7 +39,7 @@ class Training:
         batches: The batches of this site.
         replica: The model.
         optimizer: Its optimizer.
-        schedule: Schedule of its learning rate.
+        schedule: Schedule of its learning rate; None for a constant one.
         recording: Recording of the training.
         tested: Numbers of this site's rows among the test rows.
         group: The sites.
@@ -49,8 +49,8 @@ class Training:
     batches: Batches
     replica: Replica
     optimizer: Optimizer
-    schedule: LRScheduler
     recording: Recording
+    schedule: LRScheduler | None = None
     tested: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     group: Group = None
 
@@ -68,7 +68,8 @@ class Training:
             loss = self.batches.weight * own
             (own if self.replica.weighted else loss).backward()
             self.optimizer.step()
-            self.schedule.step()
+            if self.schedule:
+                self.schedule.step()
             value = loss.item()
             self.recording.step(value)
             yield value
@@ -123,13 +124,13 @@ def start(
         attach = replace(attach, recorder=recorder, options=both)
     replica = attach(model, group)
     batches = site_batches(job, data, rows_by_site, group, present)
-    optimizer = optimizer_of(job.optimizer, model, job.lr)
+    optimizer, whole = optimizer_of(job.optimizer, model, job.lr), job.epochs * batches.steps
     return Training(
         data=data,
         batches=batches,
         replica=replica,
         optimizer=optimizer,
-        schedule=decayed(optimizer, steps or job.epochs * batches.steps, job.decay),
+        schedule=None if job.decay == 1 else decayed(optimizer, steps or whole, job.decay),
         recording=Recording(recorder, job.method, replica, group),
         tested=test_rows(job, data)[number_in(group, present)],
         group=group,

@@ -1,0 +1,43 @@
+"""Signals that raise an error where Python would not lose it."""
+
+from __future__ import annotations
+
+import gc
+import signal
+from threading import Timer, main_thread
+from types import FrameType
+
+_AGAIN_S = 0.01
+
+
+def not_lost() -> None:
+    """Lets Ctrl-C raise KeyboardInterrupt in the main thread wherever it comes.
+
+    Python calls the handler of a signal in whatever code runs. Sessions let go of nodes in a
+    callback of the garbage collector, and Python prints an error in a callback and goes on.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda n, frame: raise_in(frame, n, KeyboardInterrupt()))
+
+
+def raise_in(frame: FrameType | None, number: int, error: BaseException) -> None:
+    """Raises an error in the frame that a signal interrupts, or soon after it.
+
+    Args:
+        frame: What the signal's handler is called with.
+        number: Number of the signal, which comes again behind a callback of the collector.
+        error: The error.
+    """
+    if not _is_in_collection(frame):
+        raise error
+    # A true signal: it ends a wait in which the main thread may be by then.
+    again = Timer(_AGAIN_S, signal.pthread_kill, [main_thread().ident, number])
+    again.daemon = True
+    again.start()
+
+
+def _is_in_collection(frame: FrameType | None) -> bool:
+    callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    while frame is not None and frame.f_code not in callbacks:
+        frame = frame.f_back
+    return frame is not None
