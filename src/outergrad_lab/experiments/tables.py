@@ -108,9 +108,9 @@ class Course:
 def verdicts(
     results: Iterable[Result], asked: Mapping[str, Any], *, by_family: bool = False
 ) -> DataFrame:
-    """Returns a row per workload, number of sites and method, or family.
+    """Returns a row per workload, number of sites, optimizer and method, or family.
 
-    Columns are `workload`, `sites`, `method`, `family`, `kind` and `VERDICTS`: the last test loss
+    Columns are `workload`, `sites`, `optimizer`, `method`, `family`, `kind` and `VERDICTS`: the last test loss
     and bytes per step; `loss_gap` to dense; `gap_share`, that gap over the reference's;
     `steps_to`, the steps until the reference's last loss; `bytes_share`, the bytes until then over
     all bytes of the reference; and `fewer_near`, the ratio of all bytes of dense to the bytes until
@@ -123,7 +123,7 @@ def verdicts(
     from pandas import DataFrame
 
     against, found = read(Against, asked), []
-    for (workload, sites), courses in _courses(results).items():
+    for (workload, sites, optimizer), courses in _courses(results).items():
         named = {course.method: course for course in courses}
         if against.reference in named and against.dense in named:
             one, other = named[against.reference], named[against.dense]
@@ -131,17 +131,18 @@ def verdicts(
                 courses = [course for course in courses if course.runs >= one.runs]
             own = [_against(course, one, other, against.within) for course in courses]
             own = _by_family(own, one) if by_family else own
-            found += [{"workload": workload, "sites": sites, **row} for row in own]
-    columns = ("kind", "workload", "sites", "method", "family", "seed", *VERDICTS)
+            place = {"workload": workload, "sites": sites, "optimizer": optimizer}
+            found += [{**place, **row} for row in own]
+    columns = ("kind", "workload", "sites", "optimizer", "method", "family", "seed", *VERDICTS)
     return DataFrame(found).reindex(columns=list(columns))
 
 
-def _courses(results: Iterable[Result]) -> dict[tuple[str, int], list[Course]]:
-    """Returns the courses by workload and number of sites."""
-    runs: dict[tuple[str, int], dict[str, list[Result]]] = {}
+def _courses(results: Iterable[Result]) -> dict[tuple[str, int, str], list[Course]]:
+    """Returns the courses by workload, number of sites and optimizer."""
+    runs: dict[tuple[str, int, str], dict[str, list[Result]]] = {}
     for result in of_kind("training", results):
         own = result["settings"]
-        place = own.get("workload") or own["data"], own["sites"]
+        place = own.get("workload") or own["data"], own["sites"], own.get("optimizer", "adam")
         runs.setdefault(place, {}).setdefault(own["method"], []).append(result)
     return {
         place: [course for found in methods.items() if (course := _mean(*found))]
