@@ -113,10 +113,10 @@ def verdicts(
     Columns are `workload`, `sites`, `optimizer`, `method`, `family`, `kind` and `VERDICTS`: the
     last test loss and bytes per step; `loss_gap` to dense; `gap_share`, that gap over the
     reference's; `steps_to`, the steps until the reference's last loss; `bytes_share`, the bytes
-    until then over all bytes of the reference; and `fewer_near`, the ratio of all bytes of dense to the bytes until
-    the loss is near that of dense. In a family the best of its methods counts, and for loss and gap
-    the best that sends no more than the reference. Methods with fewer seeds than the reference do
-    not count there. Without results of dense or of the reference there is no row.
+    until then over all bytes of the reference; and `fewer_near`, the ratio of all bytes of dense to
+    the bytes until the loss is near that of dense. In a family the best of its methods counts, and
+    for loss and gap the best that sends no more than the reference. Methods with fewer seeds than
+    the reference do not count there. Without results of dense or of the reference there is no row.
     Courses are means over the seeds that have run. A loss counts as reached once no later test is
     above it, on the line between the two tests where that begins; before the first test none is.
     """
