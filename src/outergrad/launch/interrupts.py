@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
-from threading import Timer, main_thread
+from threading import Event, Thread, main_thread
 from types import FrameType
 
 _AGAIN_S = 0.01
@@ -28,12 +28,26 @@ def raise_in(frame: FrameType | None, number: int, error: BaseException) -> None
         number: Number of the signal, which comes again behind a callback of the collector.
         error: The error.
     """
+    if (came := _SENT_AGAIN.pop(number, None)) is not None:
+        came.set()
     if not _is_in_collection(frame):
         raise error
-    # A true signal: it ends a wait in which the main thread may be by then.
-    again = Timer(_AGAIN_S, signal.pthread_kill, [main_thread().ident, number])
-    again.daemon = True
-    again.start()
+    _SENT_AGAIN[number] = came = Event()
+    Thread(target=_send_again, args=(number, came), daemon=True).start()
+
+
+_SENT_AGAIN: dict[int, Event] = {}
+"""Events by signal, each set once the handler of the signal has been called again."""
+
+
+def _send_again(number: int, came: Event) -> None:
+    """Sends a signal to the main thread until it takes it.
+
+    One that reaches a thread just before it begins to wait does not end that wait.
+    """
+    main = main_thread().ident
+    while main is not None and not came.wait(_AGAIN_S):
+        signal.pthread_kill(main, number)
 
 
 def _is_in_collection(frame: FrameType | None) -> bool:
