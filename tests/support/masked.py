@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 
 import numpy as np
 import torch
 
 from outergrad.star.fixed_point import CARRIERS, HEADROOM
+from outergrad.star.masks import Masks
 
 
 def drawn(sites, *shape, dtype=torch.float32, scale=1.0, seed=0):
@@ -45,3 +47,22 @@ UNUSUAL = 400.0
 
 def is_random(messages):
     return all(chi_square(one) < UNUSUAL for one in messages)
+
+
+def masks_used(monkeypatch):
+    """Nonces of each site's masks, without their units, as they are used from now on."""
+    used, hide = defaultdict(list), Masks.hide
+
+    def note(masks, numbers, nonce):
+        used[masks].append(nonce[:2] + nonce[4:])  # with another unit, too
+        hide(masks, numbers, nonce)
+
+    monkeypatch.setattr(Masks, "hide", note)
+    return used
+
+
+def assert_never_twice(used, least):
+    """Checks that more than `least` masks of each site were used, each once."""
+    for nonces in used.values():
+        assert len(nonces) > least
+        assert len(set(nonces)) == len(nonces)

@@ -6,7 +6,6 @@ import copy
 import os
 import shutil
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ pytest.importorskip("grpc", reason="a hub needs grpcio")
 from torch.multiprocessing import start_processes
 
 import outergrad as og
+from group_losses import losses_of
 from outergrad.launch.links import Place, parse_link, places, what_is_missing
 from outergrad.launch.processes import run_processes
 from outergrad_lab.bench import hub as hub_of_bench
@@ -35,20 +35,8 @@ def network() -> torch.nn.Module:
     return torch.nn.Sequential(*layers, torch.nn.Linear(16, 3))
 
 
-def losses_of(model: torch.nn.Module, wait: Callable[[], Any] | None = None) -> list[float]:
-    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(torch.randn(8, 6, generator=generator)).square().mean()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return found
-
-
 def ddp(_: Path) -> list[float]:
-    return losses_of(torch.nn.parallel.DistributedDataParallel(network()))
+    return losses_of(torch.nn.parallel.DistributedDataParallel(network()), STEPS)
 
 
 def gradients(_: Path) -> list[float]:
@@ -72,7 +60,7 @@ def ddp_with_a_hook(_: Path) -> list[float]:
     model = torch.nn.parallel.DistributedDataParallel(network())
     state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=0.5)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return losses_of(model)
+    return losses_of(model, STEPS)
 
 
 def fully_shard(_: Path) -> list[float]:
@@ -84,7 +72,7 @@ def fully_shard(_: Path) -> list[float]:
     mesh = init_device_mesh("cpu", (SITES,))
     for one in (model[0], model):
         fully_shard(one, mesh=mesh)
-    return losses_of(model)
+    return losses_of(model, STEPS)
 
 
 def replicas_of_shards(_: Path) -> list[float]:
@@ -96,7 +84,7 @@ def replicas_of_shards(_: Path) -> list[float]:
     model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
     mesh = init_device_mesh("cpu", (SITES, 1), mesh_dim_names=("sites", "local"))
     fully_shard(model, mesh=mesh)
-    return losses_of(model)
+    return losses_of(model, STEPS)
 
 
 def checkpoint(folder: Path) -> list[float]:
@@ -188,7 +176,7 @@ def methods(_: Path) -> list[float]:
         for group in (None, some):
             model = copy.deepcopy(network())
             session = og.distribute(model, method, group=group)
-            found += losses_of(model)
+            found += losses_of(model, STEPS)
             session.detach()
     return found
 

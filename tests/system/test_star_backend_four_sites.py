@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 pytest.importorskip("grpc", reason="a hub needs grpcio")
 
+from group_losses import losses_of
 from outergrad.launch.processes import run_processes
 from stars import NAMES, hub, kit_of
 
@@ -30,15 +31,7 @@ def losses() -> list[float]:
     for one in (model[0], model):
         fully_shard(one, mesh=mesh)
     assert all(len(p.to_local()) * 2 in (16, 4, 2) for p in model.parameters())
-    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(torch.randn(8, 6, generator=generator)).square().mean()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return found
+    return losses_of(model, STEPS)
 
 
 def member(folder: Path, port: int, rank: int) -> dict[str, list[float]]:

@@ -8,6 +8,8 @@ from threading import Event, Thread, main_thread
 from types import FrameType
 
 _AGAIN_S = 0.01
+_SENT_AGAIN: dict[int, Event] = {}
+"""Events by signal, each set once the handler of the signal has been called again."""
 
 
 def not_lost() -> None:
@@ -34,10 +36,6 @@ def raise_in(frame: FrameType | None, number: int, error: BaseException) -> None
         raise error
     _SENT_AGAIN[number] = came = Event()
     Thread(target=_send_again, args=(number, came), daemon=True).start()
-
-
-_SENT_AGAIN: dict[int, Event] = {}
-"""Events by signal, each set once the handler of the signal has been called again."""
 
 
 def _send_again(number: int, came: Event) -> None:

@@ -103,9 +103,9 @@ class Muon(Optimizer):
         """Moves the parameters that have a gradient."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
+            _refuse_sparse(group)  # before any parameter has moved
+        for group in self.param_groups:
             moved = [p for p in group["params"] if p.grad is not None]
-            if any(p.grad.is_sparse for p in moved):
-                raise RuntimeError("Muon takes no sparse gradients: build nn.Embedding densely")
             self._move_matrices(group, [p for p in moved if _is_matrix(group, p)])
             self._move_others(group, [p for p in moved if not _is_matrix(group, p)])
         return loss
@@ -165,7 +165,7 @@ def muon_groups(model: nn.Module, adam: Iterable[str] = ()) -> list[dict[str, An
         model: Model whose trained parameters are listed, each once.
         adam: Further patterns of names that Adam moves, as ``*.position``; as in `fnmatch`.
     """
-    others = _read_by_adam(model)
+    others = _left_to_adam(model)
     kernels = {id(m.weight) for m in model.modules() if isinstance(m, _ConvNd)}
     patterns = [*adam]
     found: dict[str, list[tuple[str, nn.Parameter]]] = {"matrices": [], "stacks": [], "others": []}
@@ -183,7 +183,7 @@ def muon_groups(model: nn.Module, adam: Iterable[str] = ()) -> list[dict[str, An
     return [{"params": params, **rules[kind]} for kind, params in found.items() if params]
 
 
-def _read_by_adam(model: nn.Module) -> set[int]:
+def _left_to_adam(model: nn.Module) -> set[int]:
     """Returns ids of the parameters of embeddings, norms, the head and the first convolution."""
     found = [m for m in model.modules() if isinstance(m, _NO_MATRICES)]
     found += [m for m in model.modules() if isinstance(m, nn.Linear)][-1:]
@@ -192,23 +192,46 @@ def _read_by_adam(model: nn.Module) -> set[int]:
 
 
 def _holds_matrices(p: Tensor) -> bool:
-    return p.dim() >= 2 and (p.dim() != 3 or p.shape[0] > 1) and min(p.shape[0], p[0].numel()) > 1
+    """True if the first dimension and the others together are both larger than 1."""
+    if p.dim() < 2 or not p.numel():
+        return False
+    return min(p.shape[0], p.numel() // p.shape[0]) > 1
 
 
 def _check(group: Mapping[str, Any]) -> None:
     ranges = {
-        "lr": group["lr"] >= 0,
-        "momentum": 0 <= group["momentum"] < 1,
-        "steps": group["steps"] >= 1,
-        "betas": all(0 <= beta < 1 for beta in group["betas"]),
-        "eps": group["eps"] > 0,
-        "weight_decay": group["weight_decay"] >= 0,
+        "lr": (group["lr"] >= 0, "0 or more"),
+        "momentum": (0 <= group["momentum"] < 1, "0 or more and below 1"),
+        "steps": (group["steps"] >= 1, "1 or more"),
+        "betas": (all(0 <= beta < 1 for beta in group["betas"]), "two numbers, each below 1"),
+        "eps": (group["eps"] > 0, "more than 0"),
+        "weight_decay": (group["weight_decay"] >= 0, "0 or more"),
     }
-    for name, holds in ranges.items():
+    for name, (holds, wanted) in ranges.items():
         if not holds:
-            raise ValueError(f"{name} of Muon is out of range: {group[name]!r}")
-    if group["matrices"] and any(p.dim() < 2 for p in group["params"]):
-        raise ValueError("a group with matrices=True holds a vector: leave vectors to Adam")
+            raise ValueError(f"Muon: {name}={group[name]!r}; use {wanted}")
+    if group["matrices"]:
+        for k, p in enumerate(group["params"]):
+            if p.dim() < 2:
+                raise ValueError(
+                    f"Muon: {_called(group, k)} is a vector in a group with matrices=True; put it "
+                    f"into one with matrices=False"
+                )
+
+
+def _refuse_sparse(group: Mapping[str, Any]) -> None:
+    for k, p in enumerate(group["params"]):
+        if p.grad is not None and p.grad.is_sparse:
+            raise RuntimeError(
+                f"Muon: {_called(group, k)} has a sparse gradient; build its nn.Embedding with "
+                f"sparse=False, or give it to an optimizer of its own"
+            )
+
+
+def _called(group: Mapping[str, Any], k: int) -> str:
+    """Returns the name of a group's parameter, or its number where names were not given."""
+    names = group.get("param_names")
+    return names[k] if names else f"parameter {k} of a group"
 
 
 def _is_matrix(group: Mapping[str, Any], p: Tensor) -> bool:

@@ -32,7 +32,7 @@ def newton_schulz(matrix: Tensor, steps: int = STEPS, dtype: torch.dtype | None 
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mH
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
-    if 2 * x.shape[-2] <= x.shape[-1] and dtype != torch.bfloat16:
+    if 2 * x.shape[-2] <= x.shape[-1] and torch.finfo(dtype).bits > 16:
         x = _of_gram(x @ x.mH, steps) @ x
     else:
         x = _iterated(x, steps)
@@ -52,7 +52,7 @@ def _of_gram(gram: Tensor, steps: int) -> Tensor:
 
     Products of two small squares take the place of those with X: 44% fewer multiplications where a
     matrix is four times as long as it is wide (Dao-AILab, Gram-Newton-Schulz). Small singular
-    values are squared, for which bfloat16 is too coarse.
+    values are squared, for which 16 bits are too coarse.
     """
     a, b, c = QUINTIC
     whole = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(gram)

@@ -210,6 +210,6 @@ def _new_group() -> dist.ProcessGroup:
 
 
 def _optimizer(plan: Plan, model: nn.Module) -> Optimizer:
+    """Returns the plan's optimizer; else SGD, which is cheap, where the exchange is timed."""
     lr = plan.recipe.lr if plan.until_loss and plan.recipe else 1e-3
-    # SGD is cheap: the exchange is what is timed
     return optimizer_of(plan.optimizer or ("adam" if plan.until_loss else "sgd"), model, lr)

@@ -141,13 +141,13 @@ def _table(rows: Sequence[Settings], *columns: str) -> DataFrame:
     return frame.reindex(columns=list(dict.fromkeys([*_NAMES, *frame.columns, *columns])))
 
 
+_USUAL = {"precision": "float32", "optimizer": "adam", "decay": 1.0}
+"""Settings of trainings that do not name them."""
+
+
 def _named(result: Result, **more: Any) -> Settings:
     """Returns a result's settings, with lists as text, and the names of its method."""
-    own = (
-        {"precision": "float32", "optimizer": "adam", "decay": 1.0}
-        if result["kind"] == "training"
-        else {}
-    )
+    own = _USUAL if result["kind"] == "training" else {}
     settings = {"kind": result["kind"], "seed": 0, **own, **result["settings"], **more}
     row = {
         name: ", ".join(map(str, value)) if isinstance(value, list) else value

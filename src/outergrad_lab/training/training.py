@@ -124,13 +124,14 @@ def start(
         attach = replace(attach, recorder=recorder, options=both)
     replica = attach(model, group)
     batches = site_batches(job, data, rows_by_site, group, present)
-    optimizer, whole = optimizer_of(job.optimizer, model, job.lr), job.epochs * batches.steps
+    optimizer = optimizer_of(job.optimizer, model, job.lr)
+    steps = steps or job.epochs * batches.steps
     return Training(
         data=data,
         batches=batches,
         replica=replica,
         optimizer=optimizer,
-        schedule=None if job.decay == 1 else decayed(optimizer, steps or whole, job.decay),
+        schedule=None if job.decay == 1 else decayed(optimizer, steps, job.decay),
         recording=Recording(recorder, job.method, replica, group),
         tested=test_rows(job, data)[number_in(group, present)],
         group=group,

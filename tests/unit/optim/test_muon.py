@@ -127,22 +127,26 @@ def test_it_goes_on_to_the_bit_from_its_state():
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(settings, named):
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ValueError, match=f"^Muon: {named}=.*; use "):
         Muon([nn.Parameter(torch.zeros(2, 2))], **settings)
 
 
 def test_a_vector_is_no_matrix():
     optimizer = Muon([nn.Parameter(torch.zeros(2, 2))])
-    with pytest.raises(ValueError, match="vector"):
+    with pytest.raises(ValueError, match=r"parameter 0 of a group is a vector .*matrices=False"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "matrices": True})
     assert len(optimizer.param_groups) == 1
 
 
-def test_a_sparse_gradient_is_refused():
-    table = nn.Embedding(5, 3, sparse=True)
-    table(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match="sparse"):
-        Muon(table.parameters()).step()
+def test_a_sparse_gradient_is_refused_by_name_before_anything_moves():
+    model = nn.ModuleDict({"mix": nn.Linear(3, 3), "token": nn.Embedding(5, 3, sparse=True)})
+    before = copy.deepcopy(model.state_dict())
+    model["mix"](model["token"](torch.tensor([1]))).sum().backward()
+    optimizer = Muon([{"params": [one]} for one in model.named_parameters()])
+    with pytest.raises(RuntimeError, match=r"token\.weight has a sparse gradient.*sparse=False"):
+        optimizer.step()
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+    assert not optimizer.state
 
 
 def kinds(model, **settings):
@@ -162,6 +166,7 @@ class Odd(nn.Module):
         self.positions = nn.Parameter(torch.zeros(1, 4, 3))
         self.experts = nn.Parameter(torch.zeros(2, 4, 3))
         self.column = nn.Parameter(torch.zeros(4, 1))
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
         self.mix = nn.Parameter(torch.zeros(4, 3))
         self.frozen = nn.Linear(3, 3).requires_grad_(False)
         self.norm = nn.LayerNorm((4, 3))
@@ -174,6 +179,7 @@ def test_hidden_matrices_are_told_from_all_others():
         "positions": "adam",
         "experts": "stack",
         "column": "adam",
+        "nothing": "adam",
         "mix": "muon",
         "norm.weight": "adam",
         "norm.bias": "adam",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -15,12 +14,13 @@ from torch import nn
 
 import outergrad as og
 from cases import relative_error
+from masked import assert_never_twice, masks_used
 from outergrad.core.errors import ExchangeError
 from outergrad.star.authority import new_authority, new_site, read_kit
 from outergrad.star.frames import Kind, Place, Stream, Welcome, unpacked
 from outergrad.star.line import Line
 from outergrad.star.masked_sums import FIRST, MaskedSums
-from outergrad.star.masks import NONCE_BYTES, Masks
+from outergrad.star.masks import NONCE_BYTES
 from outergrad.star.run import Run
 from outergrad.star.sealing import Seal
 from seeding import seed
@@ -195,18 +195,10 @@ def test_steps_of_all_kinds_go_as_around_a_hub_that_reads():
 
 def test_no_mask_is_used_twice(monkeypatch):
     """Also where steps start again, and sums are made again in another unit."""
-    used, hide = defaultdict(list), Masks.hide
-
-    def note(masks, numbers, nonce):
-        used[masks].append(nonce[:2] + nonce[4:])  # with another unit, too
-        hide(masks, numbers, nonce)
-
-    monkeypatch.setattr(Masks, "hide", note)
+    used = masks_used(monkeypatch)
     on_star(3, steps_of_all_kinds, BLIND)
     assert len(used) == 3
-    for nonces in used.values():
-        assert len(nonces) > 2 * len(SCALES)
-        assert len(set(nonces)) == len(nonces)
+    assert_never_twice(used, 2 * len(SCALES))
 
 
 def test_a_message_that_is_sent_again_has_the_same_bytes():

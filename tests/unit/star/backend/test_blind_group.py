@@ -15,12 +15,11 @@ from torch.distributed import ReduceOp
 
 import outergrad as og
 from cases import relative_error
-from masked import drawn, exactly, is_random, most_error
+from masked import assert_never_twice, drawn, exactly, is_random, masks_used, most_error
 from outergrad.core.errors import ExchangeError
 from outergrad.star import run
 from outergrad.star.backend.group_seal import GroupSeal
 from outergrad.star.frames import ALL, Kind, Place
-from outergrad.star.masks import Masks
 from outergrad.star.run import Run
 from stars import group_on, groups_on_star, hub, on_star, star
 
@@ -193,13 +192,7 @@ def test_otherwise_it_could(monkeypatch):
 
 def test_no_mask_is_used_twice(monkeypatch):
     """By the groups of a run and its sessions, which share keys of pairs."""
-    used, hide = defaultdict(list), Masks.hide
-
-    def note(masks, numbers, nonce):
-        used[masks].append(nonce[:2] + nonce[4:])  # with another unit, too
-        hide(masks, numbers, nonce)
-
-    monkeypatch.setattr(Masks, "hide", note)
+    used = masks_used(monkeypatch)
 
     def body(_, one):
         whole = group_on(one)
@@ -215,9 +208,7 @@ def test_no_mask_is_used_twice(monkeypatch):
 
     on_star(SITES, body, BLIND)
     assert len(used) == 8
-    for nonces in used.values():
-        assert len(nonces) > 5
-        assert len(set(nonces)) == len(nonces)
+    assert_never_twice(used, 5)
 
 
 # -- keys ------------------------------------------------------------------------------------------
