@@ -16,20 +16,24 @@ _PRIME = (1 << 61) - 1
 
 
 class Digest:
-    """A number that is computed on first use, by any thread.
+    """A number that is computed on first use, by any thread and at any place of a program.
+
+    Python may collect a session anywhere, also while a compiler traces a model, and the session's
+    farewell needs its digest. So it is computed outside of all modes that the thread is in, and
+    again where a computation is interrupted by that.
 
     Args:
-        compute: computes it; called once.
+        compute: computes it; has no other effect.
     """
 
     def __init__(self, compute: Callable[[], SupportsInt]) -> None:
         self._compute: Callable[[], SupportsInt] | None = compute
-        self._found, self._lock = 0, threading.Lock()
+        self._found, self._lock = 0, threading.RLock()
 
     def __int__(self) -> int:
         if self._compute is not None:
-            with self._lock:  # another thread may have computed it in the meantime
-                if self._compute is not None:
+            with self._lock, torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                if self._compute is not None:  # another thread may have computed it meanwhile
                     self._found, self._compute = int(self._compute()), None
         return self._found
 

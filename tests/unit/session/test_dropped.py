@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import time
 import weakref
 from datetime import timedelta
@@ -12,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import outergrad as og
 from loops import METHODS, SOME, assert_close, batch, loss_of, net, pooled
@@ -72,6 +76,33 @@ def test_a_session_goes_with_its_model(method):
     chosen = METHODS[method] if method in METHODS else MORE[method]
     found = run_ranks(2, lambda rank, group: [dropped(group, rank, chosen) for _ in range(3)])
     assert [alive(refs) for refs in found[0] + found[1]] == [0] * 6
+
+
+class RefusesFunctions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} was called")
+
+
+class RefusesOperators(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} was called")
+
+
+@pytest.mark.usefixtures("large_matrices")
+@pytest.mark.parametrize("mode", [FakeTensorMode, RefusesFunctions, RefusesOperators])
+@pytest.mark.parametrize("method", ["dense", "dad", "two_way", "local steps"])
+def test_a_session_may_go_while_a_compiler_traces(mode, method, monkeypatch):
+    """Python looks for garbage at any place, also within the modes of others."""
+    raised = list[str]()
+    monkeypatch.setattr(sys, "unraisablehook", lambda about: raised.append(repr(about.exc_value)))
+
+    def body(rank, group):
+        refs = dropped(group, rank, METHODS[method] if method in METHODS else MORE[method])
+        with mode():
+            wait_for(refs)
+
+    run_ranks(2, body)
+    assert raised == []
 
 
 class Same:
