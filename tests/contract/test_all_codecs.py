@@ -34,7 +34,7 @@ from outergrad.core.errors import RefusedError
 from outergrad.messages.header import DTYPES
 from outergrad.messages.layout import Layout
 from outergrad.messages.wire import Piece
-from outergrad.wire import BF16, Codec, Int2, Int3, Int4, Int8, Plain, TopK
+from outergrad.wire import BF16, Codec, Int2, Int3, Int4, Int8, Plain, Sign, TopK
 from sparse import lost, means_of, train
 
 CODECS: dict[str, Codecs] = {
@@ -47,6 +47,8 @@ CODECS: dict[str, Codecs] = {
     "int4": (Int4(),),
     "int3": (Int3(),),
     "int2": (Int2(),),
+    "sign": (Sign(),),
+    "topk, sign": (TopK(0.3), Sign()),
     "topk, int4": (TopK(0.3), Int4()),
     "one's own": (OwnInt4(),),
     "topk, one's own": (TopK(0.3), OwnInt4()),
@@ -68,6 +70,7 @@ ERRORS: dict[type, Callable[[Any, Tensor], Tensor]] = {
     BF16: lambda _, x: 2.0**-8 * x.abs(),
     Int8: lambda _, x: 0.5001 / 127 * largest(x),
     **{kind: lambda codec, x: 16.001 / 2**codec.bits * largest(x) for kind in (Int4, Int3, Int2)},
+    Sign: lambda _, x: 1.004 * largest(x) + x.abs(),
     OwnInt4: lambda _, x: 0.5001 / 7 * largest(x),
     TopK: left_out,
 }
@@ -103,6 +106,7 @@ def turned(*values: float) -> Tensor:
 
 VALUES: dict[str, Tensor] = {
     "no rows": torch.zeros(2, 0, 9),
+    "no short rows": torch.zeros(2, 0, 3),
     "a number": torch.full((1, 1, 1), 0.3),
     "zeros": torch.zeros(1, 2, 33),
     "constants": turned(*[0.1] * 31),
@@ -281,6 +285,18 @@ def test_few_bits_lose_less_than_at_the_best_of_four_clipping_levels(codec, draw
     x = drawn.sample((1, 400, 640)).double()
     tried = [squares_lost(codec.bits, x, level) for level in (1.0, 0.92, 0.8, 0.6)]
     assert squares_lost_by(codec, x).sum() < torch.stack(tried).amin(dim=0).sum()
+
+
+@pytest.mark.parametrize("width", [1, 250, 256, 700])
+def test_signs_lose_least_that_one_magnitude_per_group_can(width):
+    """The mean magnitude: what is lost is all but the square of its sum, over the group's size."""
+    x = rows((2, 3, width), 3.0).double()
+    found = received((Sign(),), x.float()).double()
+    for part, arrived in zip(x.split(256, dim=-1), found.split(256, dim=-1), strict=True):
+        least = part.square().sum(-1) - part.abs().mean(-1) ** 2 * part.shape[-1]
+        lost = (part - arrived).square().sum(-1)
+        torch.testing.assert_close(lost, least, rtol=1e-2, atol=1e-3 * float(x.square().mean()))
+        assert ((arrived < 0) == (part < 0)).logical_or(arrived == 0).all()
 
 
 @pytest.mark.parametrize("codec", [Int4(), Int3(), Int2()], ids=repr)

@@ -7,5 +7,6 @@ rows are sent unchanged.
 
 from outergrad.wire.codecs import BF16, Codec, Int8, Plain, TopK
 from outergrad.wire.few_bits import Int2, Int3, Int4
+from outergrad.wire.signs import Sign
 
-__all__ = ["BF16", "Codec", "Int2", "Int3", "Int4", "Int8", "Plain", "TopK"]
+__all__ = ["BF16", "Codec", "Int2", "Int3", "Int4", "Int8", "Plain", "Sign", "TopK"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import ClassVar
 
 import torch
@@ -13,13 +12,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from outergrad.wire.codecs import Plain
+from outergrad.wire.packing import EIGHT, packed, unpacked
 
 __all__ = ["Int2", "Int3", "Int4"]
 
 _GROUP = 64
 """Numbers that share a step."""
-_EIGHT = 8
-"""Numbers that are packed together: eight numbers of b bits fill b bytes."""
 
 
 class FewBits:
@@ -45,7 +43,7 @@ class FewBits:
     def tensors(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Plain]:
         """Returns the packed multiples, and a step per group; no group spans two rows."""
         *rows, width = shape
-        packed = self.bits * math.ceil(width / _EIGHT)
+        packed = self.bits * math.ceil(width / EIGHT)
         steps = math.ceil(width / _GROUP)
         return [Plain((*rows, packed), torch.uint8), Plain((*rows, steps), torch.bfloat16)]
 
@@ -56,7 +54,7 @@ class FewBits:
         steps = self._steps(x)
         divisors = steps.float().masked_fill_(steps == 0, math.inf)
         multiples = (x / divisors).round_().clamp_(-half, half - 1).nan_to_num_(0.0)
-        codes = multiples.to(torch.int8).flatten(-2)[..., : math.ceil(width / _EIGHT) * _EIGHT]
+        codes = multiples.to(torch.int8).flatten(-2)[..., : math.ceil(width / EIGHT) * EIGHT]
         return [self._packed(codes.contiguous()), steps[..., 0]]
 
     def decode(self, written: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -91,35 +89,10 @@ class FewBits:
         return fits, fits / norms
 
     def _packed(self, codes: Tensor) -> Tensor:
-        """Packs eight numbers, a byte each, into `bits` bytes, the first in the lowest bits.
+        return packed(codes, self.bits)
 
-        Adjacent pairs are joined until eight numbers are contiguous, for a 64-bit word at a time.
-        """
-        words = codes.view(torch.int64) & _in_all((1 << self.bits) - 1, _EIGHT)
-        for lane, held in self._lanes():
-            upper = words >> (lane - held) & _in_all(((1 << held) - 1) << held, 2 * lane)
-            words = words.bitwise_and_(_in_all((1 << held) - 1, 2 * lane)).bitwise_or_(upper)
-        return words.view(torch.uint8).unflatten(-1, (-1, _EIGHT))[..., : self.bits].flatten(-2)
-
-    def _unpacked(self, packed: Tensor) -> Tensor:
-        bytes_8 = pad(packed.unflatten(-1, (-1, self.bits)), (0, _EIGHT - self.bits))
-        words = bytes_8.contiguous().view(torch.int64).flatten(-2)
-        for lane, held in reversed(self._lanes()):
-            upper = words << (lane - held) & _in_all(((1 << held) - 1) << lane, 2 * lane)
-            words = words.bitwise_and_(_in_all((1 << held) - 1, 2 * lane)).bitwise_or_(upper)
-        words ^= _in_all(self._half, _EIGHT)
-        return words.view(torch.int8).sub_(self._half)
-
-    def _lanes(self) -> list[tuple[int, int]]:
-        """Returns, for each joining of pairs of lanes, a lane's width and its used bits."""
-        return [(_EIGHT << k, self.bits << k) for k in range(3)]
-
-
-@cache
-def _in_all(value: int, lane: int) -> int:
-    """Returns a 64-bit word with the value in all of its lanes, as a signed integer."""
-    word = sum(value << start for start in range(0, 64, lane))
-    return word - (word >> 63 << 64)
+    def _unpacked(self, found: Tensor) -> Tensor:
+        return unpacked(found, self.bits)
 
 
 def _largest(x: Tensor) -> Tensor:

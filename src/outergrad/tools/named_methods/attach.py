@@ -125,6 +125,7 @@ _CODECS: dict[str, og.wire.Codec] = {
     "int4": og.wire.Int4(),
     "int3": og.wire.Int3(),
     "int2": og.wire.Int2(),
+    "sign": og.wire.Sign(),
 }
 _OF_CODECS = ("wire", "vectors")
 """Settings whose values are codecs."""
