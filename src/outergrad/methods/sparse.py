@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, cast, get_args
+from typing import Literal, Protocol, cast, get_args
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class EntriesForm:
         return [Field(value_shape(count, coded=bool(codecs)), dtype, codecs), *of_places]
 
     def payload(self, values_K: Tensor, blocks_B: Tensor, slot: Slot, codecs: Codecs) -> Payload:
-        """Returns the payload of the entries of these blocks."""
+        """Returns the payload of the entries of these blocks, in order."""
         blocks, chosen = self.blocks(slot, len(values_K))
         values = in_rows(values_K) if codecs else values_K
         return [values] if chosen == blocks else [values, places.packed(blocks_B, blocks)]
@@ -92,6 +92,44 @@ class EntriesForm:
         return -(-slot.numel // self.block), -(-count // self.block)
 
 
+class Drawn(Protocol):
+    """Draws the blocks of a slot in this step, the same on all sites."""
+
+    def __call__(self, slot: Slot, count: int, device: torch.device) -> Tensor:
+        """Returns the numbers of the blocks of `count` entries, sorted."""
+        ...
+
+
+@dataclass(frozen=True)
+class DrawnForm:
+    """Values alone: receivers draw the same places.
+
+    Attributes:
+        entries: Gives the numbers of blocks, and the places of their entries.
+        drawn: Draws blocks.
+    """
+
+    entries: EntriesForm
+    drawn: Drawn
+
+    def fields(
+        self, slot: Slot, count: int, dtype: torch.dtype, bias: torch.dtype | None, codecs: Codecs
+    ) -> list[Field]:
+        """Returns the field of the values, in rows for codecs."""
+        return [Field(value_shape(count, coded=bool(codecs)), dtype, codecs)]
+
+    def payload(self, values_K: Tensor, blocks_B: Tensor, slot: Slot, codecs: Codecs) -> Payload:
+        """Returns the payload of these values."""
+        return [in_rows(values_K) if codecs else values_K]
+
+    def read(self, tensors: Sequence[Tensor], slot: Slot, count: int) -> Entries:
+        """Returns the entries."""
+        values_K = tensors[0].flatten()[:count]
+        blocks_B = self.drawn(slot, count, values_K.device)
+        shape = slot.groups, slot.outputs, slot.inputs
+        return Entries(values_K, self.entries.places(blocks_B, slot.numel), shape)
+
+
 def value_shape(count: int, *, coded: bool) -> tuple[int, ...]:
     """Returns (count,), or for codecs the shape of few rows of about equal length."""
     rows = -(-count // _WIDTH)
@@ -117,8 +155,8 @@ class Sparse(Settings):
 
     Choose it where gradients have few large entries, or to compare with the literature on sparse
     communication. Try `og.RankDAD` first: it reached a higher accuracy at the same bytes on all
-    models that were compared (docs/paper.md). Biases, norms and other vectors travel whole, and so
-    does a weight whose dense gradient is fewer bytes.
+    models that were compared (docs/paper.md). Biases, norms and other vectors travel whole by
+    default, and so does a weight whose dense gradient is fewer bytes.
 
     Sources: Aji and Heafield, 2017, for the largest entries; Lin et al., "Deep Gradient
     Compression", arXiv 1712.01887, for momentum and warm-up; Foroutan Eghlidi and Jaggi, "Sparse
@@ -130,8 +168,9 @@ class Sparse(Settings):
         select: Which entries are sent. "topk": those of largest magnitude. "threshold": the same
             entries, found faster by an estimated threshold. "blocks": the blocks of `block` entries
             with the largest norm, whose places are fewer bytes. "random": the same random entries
-            on all sites, so that no places are sent and values are all-reduced: bytes do not grow
-            with the sites. "random_blocks": likewise, but whole blocks of consecutive entries.
+            on all sites, so that no places are sent. Values are all-reduced, so that bytes do not
+            grow with the sites, unless `wire` drops numbers: then they are gathered.
+            "random_blocks": likewise, but whole blocks of consecutive entries.
         block: Entries of a block.
         error_feedback: True if the unsent part of one step is added to the next gradient, in a
             memory of the size of the model.
@@ -141,9 +180,12 @@ class Sparse(Settings):
         warmup: Shared steps in which the density falls from 0.25, in four stages; 0 for none.
         seed: Seed of the random selections.
         wire: Codecs of `og.wire` for the values. With error feedback their loss is sent later.
-            Random selections take `og.wire.BF16()` at most, because sums travel: a site sends later
-            what it rounds before summation, but the rounding of the sum, at most 2⁻⁹ of it per
-            site, is known to no site and is lost.
+            Where sums travel, of random selections in `og.wire.BF16()`, a site sends later what it
+            rounds before summation, but the rounding of the sum, at most 2⁻⁹ of it per site, is
+            known to no site and is lost.
+        vectors: Codecs of `og.wire` for biases, norms and other vectors, all of whose entries are
+            sent in every step. Choose them where so few bytes are sent that vectors in float32 are
+            a large part of them.
         always: Sends entries even where the dense gradient is fewer bytes.
         bucket_bytes: Payload of one message, bytes, before the next layer opens another.
         every: k: gradients are shared at every k-th synchronised backward pass only. Until then
@@ -158,6 +200,7 @@ class Sparse(Settings):
     warmup: int = 0
     seed: int = 0
     wire: Wire = ()
+    vectors: Wire = ()
     always: bool = False
     bucket_bytes: int = 1 << 16
     every: int = 1
@@ -173,14 +216,19 @@ class Sparse(Settings):
         require(self.warmup >= 0, self, "warmup", "a number of steps, 0 for none")
         picks = any(codec.picks for codec in self.codecs)
         require(not picks, self, "wire", "codecs that keep all values: density= leaves some out")
-        summable = not self.sums or not drops(self.codecs)
-        why = f"BF16() at most: select={self.select!r} adds up what is sent"
-        require(summable, self, "wire", why)
+        gathers = not self.vectors or not self.sums
+        why = f"(), or a wire that drops numbers: select={self.select!r} adds up what is sent"
+        require(gathers, self, "vectors", why)
 
     @property
     def codecs(self) -> Codecs:
         """Codecs of `wire`, as a tuple."""
         return cast(Codecs, self.wire)
+
+    @property
+    def vector_codecs(self) -> Codecs:
+        """Codecs of `vectors`, as a tuple."""
+        return cast(Codecs, self.vectors)
 
     def density_at(self, step: int) -> float:
         """Returns the density of a shared step, by its number: higher during the warm-up."""
@@ -190,9 +238,14 @@ class Sparse(Settings):
         return _FIRST_DENSITY * (self.density / _FIRST_DENSITY) ** (stage / _STAGES)
 
     @property
-    def sums(self) -> bool:
-        """True if all sites select the same places, so that values can be summed."""
+    def draws(self) -> bool:
+        """True if entries are drawn: all sites select the same places, and send none."""
         return self.select.startswith("random")
+
+    @property
+    def sums(self) -> bool:
+        """True if values are summed: all sites select the same places, and codecs allow it."""
+        return self.draws and not drops(self.codecs)
 
     @property
     def chosen_together(self) -> int:
@@ -234,9 +287,12 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
     def __init__(self, settings: Sparse) -> None:
         self.settings, self.forced = settings, settings.always
         self.bucket_bytes, self.wire = settings.bucket_bytes, settings.codecs
-        self.form = self._form = EntriesForm(settings.chosen_together)
+        self.takes_vectors = bool(settings.vectors)
+        self.entries = EntriesForm(settings.chosen_together)
+        drawn = DrawnForm(self.entries, self.drawn)
+        self.form = self._form = drawn if settings.draws else self.entries
         self._memories = ByPlace[_Memory](lambda memory: memory)
-        self.sketches = SharedEntries(self, self._form) if settings.sums else None
+        self.sketches = SharedEntries(self) if settings.sums else None
         self.way = Route.REDUCE if settings.sums else Route.GATHER
         self.steps, self.phase = 0, settings.density_at(0)
 
@@ -244,10 +300,12 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
 
     def count(self, slot: Slot) -> int:
         """Returns K, the number of entries of a slot that are sent in this step."""
+        if slot.vector:
+            return slot.numel
         wanted = max(1, round(self.settings.density_at(self.steps) * slot.numel))
         if wanted >= slot.numel:
             return slot.numel
-        return blocks_of(slot.numel, wanted, self._form.block)[1]
+        return blocks_of(slot.numel, wanted, self.entries.block)[1]
 
     def sent_rows(self, slot: Slot, rows: int, site: int) -> int:
         """Returns K, equal for all sites that have a gradient; 0 for a site without one."""
@@ -255,11 +313,12 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
 
     def payload_bytes(self, slot: Slot, count: int) -> int:
         """Returns the bytes of the values, and of their places if these are sent."""
-        values = nbytes(self.wire, value_shape(count, coded=bool(self.wire)))
-        if self.sketches is not None:
-            return values
-        fields = self.form.fields(slot, count, torch.float32, None, ())
-        return values + sum(field.shape[0] for field in fields[1:])
+        fields = self.form.fields(slot, count, torch.float32, None, self.codecs(slot))
+        return sum(nbytes(field.codecs, field.shape, field.dtype) for field in fields)
+
+    def codecs(self, slot: Slot) -> Codecs:
+        """Returns the codecs of a slot's values."""
+        return self.settings.vector_codecs if slot.vector else self.wire
 
     # -- entries --------------------------------------------------------------------------------
 
@@ -270,13 +329,16 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
     def _compressed(self, slot: Slot, gradient: Gradient, count: int) -> Payload:
         due_N, velocity_N = self.due(slot, gradient)
         finite = is_finite(due_N)
-        blocks_B = self._chosen(due_N, count, finite=finite)
-        places_K = self._form.places(blocks_B, len(due_N))
-        values_K = due_N[places_K]
+        if self.settings.draws:
+            blocks_B = self.drawn(slot, count, due_N.device)
+        else:
+            blocks_B = self._chosen(due_N, count, finite=finite)
+        places_K = self.entries.places(blocks_B, len(due_N))
+        values_K = self.seen_by_all(due_N[places_K], finite=finite)
         dtype = gradient.dtype if isinstance(gradient, Tensor) else values_K.dtype
         if finite:
-            self.keep(slot, due_N, velocity_N, places_K, self.arriving(values_K, dtype))
-        return self._form.payload(values_K, blocks_B, slot, self.wire)
+            self.keep(slot, due_N, velocity_N, places_K, self.arriving(slot, values_K, dtype))
+        return self._form.payload(values_K, blocks_B, slot, self.codecs(slot))
 
     def _chosen(self, due_N: Tensor, count: int, *, finite: bool) -> Tensor:
         """Returns the numbers of the selected blocks, sorted; of blocks of one entry, the places.
@@ -284,11 +346,22 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
         A threshold cannot be estimated if entries are not finite; `top_k` selects these first.
         """
         if count == len(due_N):
-            return torch.arange(-(-count // self._form.block), device=due_N.device)
-        if self._form.block > 1:
-            return leading_blocks(due_N, count, self._form.block)
+            return torch.arange(-(-count // self.entries.block), device=due_N.device)
+        if self.entries.block > 1:
+            return leading_blocks(due_N, count, self.entries.block)
         estimates = self.settings.select == "threshold" and finite
         return above(due_N, count) if estimates else top_k(due_N, count)
+
+    def drawn(self, slot: Slot, count: int, device: torch.device) -> Tensor:
+        """Returns blocks that differ between steps and between weights, but not between sites."""
+        own = zlib.crc32(place_name(slot.place).encode())
+        seed = (self.settings.seed << 96) + (own << 64) + self.steps
+        return random_k(*self.entries.blocks(slot, count), seed, device)
+
+    def seen_by_all(self, values_K: Tensor, *, finite: bool) -> Tensor:
+        """Returns the values; NaN if they are drawn and others are not finite."""
+        hidden = self.settings.draws and not finite
+        return torch.full_like(values_K, torch.nan) if hidden else values_K
 
     def due(self, slot: Slot, gradient: Gradient) -> tuple[Tensor, Tensor | None]:
         """Returns the gradient plus the residual: new memory, flat, float32 or float64.
@@ -328,12 +401,13 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
             velocity_N = velocity_N.index_fill(0, places_K, 0.0)
         self._memories[slot] = _Memory(due_N, velocity_N)
 
-    def arriving(self, values_K: Tensor, dtype: torch.dtype) -> Tensor:
+    def arriving(self, slot: Slot, values_K: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the values as receivers decode them."""
-        if not self.wire:
+        codecs = self.codecs(slot)
+        if not codecs:
             return values_K.to(dtype).to(values_K.dtype)
         rows = in_rows(values_K)
-        return received(self.wire, rows).flatten()[: len(values_K)].to(values_K.dtype)
+        return received(codecs, rows).flatten()[: len(values_K)].to(values_K.dtype)
 
     def commit(self, *, applied: bool) -> None:
         """Keeps the step's memories and counts it if it is applied, else discards them."""
@@ -370,7 +444,8 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
 
     def reveals(self, unit: Unit) -> str:
         """Returns what other sites learn from the unit, for the coverage table."""
-        return "this site's gradient, its largest entries"
+        which = "a few" if self.settings.draws else "its largest"
+        return f"this site's gradient, {which} entries"
 
     def amount(self, unit: Unit) -> str:
         """Returns the density of the next step and the selection, for the coverage table."""
@@ -394,8 +469,8 @@ class SharedEntries(Sketches):
 
     rounds = 1
 
-    def __init__(self, entries: SparseCompressor, form: EntriesForm) -> None:
-        self._entries, self._form = entries, form
+    def __init__(self, entries: SparseCompressor) -> None:
+        self._entries = entries
         self._begun: dict[Slot, Tensor] = {}
 
     def columns(self, slot: Slot) -> int:
@@ -409,21 +484,18 @@ class SharedEntries(Sketches):
     def begin(self, slot: Slot, gradient: Gradient) -> Tensor:
         """Returns this site's values; NaN, for all sites to see, if its gradient is not finite."""
         due_N, velocity_N = self._entries.due(slot, gradient)
-        places_K = self._begun[slot] = self._drawn(slot, due_N.device)
-        values_K = due_N[places_K]
-        if not is_finite(due_N):
-            return torch.full_like(values_K, torch.nan)
-        self._entries.keep(
-            slot, due_N, velocity_N, places_K, self._entries.arriving(values_K, values_K.dtype)
-        )
-        return values_K
-
-    def _drawn(self, slot: Slot, device: torch.device) -> Tensor:
-        """Returns places that differ between steps and between weights, but not between sites."""
-        own = zlib.crc32(place_name(slot.place).encode())
-        seed = (self._entries.settings.seed << 96) + (own << 64) + self._entries.steps
-        blocks_B = random_k(*self._form.blocks(slot, self.columns(slot)), seed, device)
-        return self._form.places(blocks_B, slot.numel)
+        blocks_B = self._entries.drawn(slot, self.columns(slot), due_N.device)
+        places_K = self._begun[slot] = self._entries.entries.places(blocks_B, slot.numel)
+        finite, values_K = is_finite(due_N), due_N[places_K]
+        if finite:
+            self._entries.keep(
+                slot,
+                due_N,
+                velocity_N,
+                places_K,
+                self._entries.arriving(slot, values_K, values_K.dtype),
+            )
+        return self._entries.seen_by_all(values_K, finite=finite)
 
     def end(self, slot: Slot, z: Tensor, sites: int) -> Entries:
         """Returns the mean over the sites at the places."""

@@ -125,8 +125,8 @@ class Int4(FewBits):
         lower, upper = codes.view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
         return (lower & 15).bitwise_or_(upper << 4)
 
-    def _unpacked(self, packed: Tensor) -> Tensor:
-        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    def _unpacked(self, found: Tensor) -> Tensor:
+        codes = torch.stack((found & 15, found >> 4), dim=-1).flatten(-2)
         return codes.bitwise_xor_(self._half).view(torch.int8).sub_(self._half)
 
 

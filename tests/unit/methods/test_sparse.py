@@ -26,11 +26,7 @@ MISTAKES = {
     "warmup": ({"warmup": -1}, "a number of steps"),
     "wire": ({"wire": "bf16"}, "codecs of og.wire"),
     "picks twice": ({"wire": og.wire.TopK(0.1)}, "codecs that keep all values"),
-    "sums": ({"select": "random", "wire": og.wire.Int8()}, r"BF16\(\) at most"),
-    "sums of blocks": (
-        {"wire": og.wire.Int8(), "select": "random_blocks"},
-        r"BF16\(\) at most: select='random_blocks'",
-    ),
+    "sums beside vectors": ({"vectors": og.wire.Int4(), "select": "random"}, "a wire that drops"),
     "bucket_bytes": ({"bucket_bytes": 0}, "a positive number"),
     "every": ({"every": 0}, "1 or more"),
 }
