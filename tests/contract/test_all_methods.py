@@ -61,6 +61,12 @@ REMEMBERS_ALL = {
     "sparse, blocks": og.Sparse(density=0.1, select="blocks", block=4, always=True),
     "sparse, random": og.Sparse(density=0.1, select="random", always=True),
     "sparse, random blocks": og.Sparse(density=0.1, select="random_blocks", block=4, always=True),
+    "sparse, signs": og.Sparse(
+        density=0.1, select="random_blocks", block=4, wire=og.wire.Sign(), always=True
+    ),
+    "sparse, all in signs": og.Sparse(
+        density=0.1, wire=og.wire.Sign(), vectors=og.wire.Sign(), always=True
+    ),
     "sparse, bf16": og.Sparse(density=0.1, wire=og.wire.BF16(), always=True),
     "sparse, warm-up": og.Sparse(density=0.1, warmup=3, always=True),
     "signs": Signs(),

@@ -44,6 +44,9 @@ METHODS: dict[str, Any] = {
     "sparse": og.Sparse(density=0.1),
     "sparse, fewer than pay at many sites": og.Sparse(density=0.3),
     "sparse, random": og.Sparse(density=0.1, select="random"),
+    "sparse, random, in signs": og.Sparse(
+        density=0.3, select="random_blocks", block=4, wire=wire.Sign(), vectors=wire.Sign()
+    ),
     "signs": Signs(),
     "schedule": og.Schedule(
         {0: og.Sparse(density=0.3), 2: og.RankDAD(rank=1), 5: og.DAD(), 7: og.Sparse(density=0.1)}

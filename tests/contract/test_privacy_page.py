@@ -26,6 +26,9 @@ METHODS = {
     ),
     "`og.Sparse()`": og.Sparse(density=0.01, always=True),
     '`og.Sparse(select="random")`': og.Sparse(density=0.01, select="random", always=True),
+    '`og.Sparse(select="random", wire=og.wire.Sign())`, or a like codec': og.Sparse(
+        density=0.01, select="random", wire=og.wire.Sign(), always=True
+    ),
     "an embedding with `og.DAD()`, or with `og.RankDAD()` that gathers or merges": og.DAD(
         always=True
     ),

@@ -133,7 +133,9 @@ def test_blocks_are_chosen_by_their_norms(scale):
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(
-    "codec", [og.wire.BF16(), og.wire.Int8(), og.wire.Int4(), og.wire.Int2()], ids=repr
+    "codec",
+    [og.wire.BF16(), og.wire.Int8(), og.wire.Int4(), og.wire.Int2(), og.wire.Sign()],
+    ids=repr,
 )
 def test_codecs_refuse_float64_numbers_that_they_cannot_write(codec, scale):
     with pytest.raises(ValueError, match="writes numbers in the range of float32"):

@@ -13,7 +13,7 @@ from covering import covering
 from low_rank import backward, error, expected, gradients_around_a_void_step, mean_gradients
 from outergrad.core.types import Route, Unit
 from ranks import run_on_lasting_groups
-from sparse import SELECTS, SUMMED, WEIGHTS, linear, owed, train
+from sparse import SELECTS, SUMMED, WEIGHTS, linear, lost, means_of, owed, train
 
 MISTAKES = {
     "density": ({"density": 0.0}, r"a number in \(0, 1\]"),
@@ -83,6 +83,12 @@ BYTES = {
     "bf16": (og.Sparse(density=0.05, wire=og.wire.BF16()), 2 * 400, PLACES),
     "bf16 random": (og.Sparse(density=0.05, select="random", wire=og.wire.BF16()), 2 * 400, 0),
     "int8": (og.Sparse(density=0.05, wire=og.wire.Int8()), 400 + 2 * 4, PLACES),
+    "signs": (og.Sparse(density=0.064, wire=og.wire.Sign()), 512 // 8 + 2 * 2, 3 * 64 + 189),
+    "signs random": (
+        og.Sparse(density=0.064, select="random", wire=og.wire.Sign()),
+        512 // 8 + 2 * 2,
+        0,
+    ),
     "all": (og.Sparse(density=1.0, always=True), 4 * 8000, 0),
 }
 
@@ -193,21 +199,7 @@ def test_steps_of_other_parts_are_no_steps_of_a_warmup():
 @pytest.mark.parametrize("select", SUMMED)
 def test_random_places_are_the_same_on_all_sites_and_others_in_every_step(select):
     """Also of weights of the same shape, and by another seed; whole blocks."""
-
-    def body(rank, group):
-        found = []
-        for seed in (0, 1):
-            replica = nn.Sequential(linear(40, 40, 1), nn.Tanh(), linear(40, 40, 2))
-            method = og.Sparse(density=0.05, select=select, block=8, seed=seed)
-            session = og.distribute(replica, method, group=group)
-            for step in range(4):
-                x = torch.randn(5, 40, generator=torch.Generator().manual_seed(9 * step + rank))
-                gradients = backward(replica, x)
-                found += [g.flatten().nonzero().flatten().tolist() for g in gradients.values()]
-            session.detach()
-        return found
-
-    one, other = run_on_lasting_groups(2, body)
+    one, other = run_on_lasting_groups(2, lambda *site: drawn_places(*site, select))
     assert one == other
     assert {len(places) for places in one} == {80}
     assert len({tuple(places) for places in one}) == len(one) == 16
@@ -217,6 +209,31 @@ def test_random_places_are_the_same_on_all_sites_and_others_in_every_step(select
         for places in one:
             assert not any(start % 8 for start in places[::8])
             assert places == [start + i for start in places[::8] for i in range(8)]
+
+
+@pytest.mark.parametrize("select", SUMMED)
+def test_and_the_same_where_values_are_gathered(select):
+    """Where codecs drop small numbers; a few of these come back as zeros."""
+    summed = run_on_lasting_groups(2, lambda *site: drawn_places(*site, select))[0]
+    one, other = run_on_lasting_groups(2, lambda *site: drawn_places(*site, select, og.wire.Int8()))
+    assert one == other
+    assert all({*few} <= {*places} for few, places in zip(one, summed, strict=True))
+    assert min(map(len, one)) > 70
+
+
+def drawn_places(rank, group, select, wire=()):
+    """Of two layers of one shape, by two seeds, in four steps."""
+    found = []
+    for seed in (0, 1):
+        replica = nn.Sequential(linear(40, 40, 1), nn.Tanh(), linear(40, 40, 2))
+        method = og.Sparse(density=0.05, select=select, block=8, seed=seed, wire=wire)
+        session = og.distribute(replica, method, group=group)
+        for step in range(4):
+            x = torch.randn(5, 40, generator=torch.Generator().manual_seed(9 * step + rank))
+            gradients = backward(replica, x)
+            found += [g.flatten().nonzero().flatten().tolist() for g in gradients.values()]
+        session.detach()
+    return found
 
 
 @pytest.mark.parametrize("select", SELECTS)
@@ -251,6 +268,21 @@ def test_what_is_sent_is_the_mean_of_what_each_site_chose(select):
     else:
         assert error(first.flatten(), expected) < 5e-6
         assert error(second.flatten(), expected) < 5e-6
+
+
+def test_vectors_in_few_bits_are_owed_too():
+    """All of their entries are sent in every step; what codecs lose comes later."""
+    method = og.Sparse(
+        density=0.3, select="random", wire=og.wire.Sign(), vectors=og.wire.Sign(), always=True
+    )
+    results = train(method, 2, 4)
+    assert lost(results, 2, means_of(2, 4)) < 3e-7
+    applied, unsent, stats = results[0]
+    vectors = {name for name in applied[0] if name not in WEIGHTS}
+    assert vectors <= unsent.keys()
+    sizes = {n: -(-stats.layers[n].kept_rows // 8) for n in vectors}
+    assert all(applied[0][n].numel() == stats.layers[n].kept_rows for n in vectors)
+    assert all(stats.layers[n].sent_bytes == up(sizes[n]) + up(2) for n in vectors)
 
 
 @pytest.mark.parametrize("select", SELECTS)

@@ -18,12 +18,17 @@ from ranks import run_on_lasting_groups
 from seeding import seed
 from sparse import SELECTS, SUMMED, WEIGHTS, linear, lost, means_of, memories, owed, train
 
-WIRES = {"float32": (), "bf16": og.wire.BF16(), "int8": og.wire.Int8()}
+WIRES = {
+    "float32": (),
+    "bf16": og.wire.BF16(),
+    "int8": og.wire.Int8(),
+    "sign": og.wire.Sign(),
+}
 KINDS = [
     (select, name)
     for select in SELECTS
     for name in WIRES
-    if select not in SUMMED or name == "float32" or (select, name) == ("random", "bf16")
+    if (select, name) != ("random_blocks", "bf16")
 ]
 STEPS = 12
 
@@ -217,6 +222,14 @@ FEW: dict[str, Any] = {
     "topk": og.Sparse(density=0.2, select="topk", always=True),
     "blocks": og.Sparse(density=0.2, select="blocks", block=4, always=True, wire=og.wire.Int8()),
     "random": og.Sparse(density=0.2, select="random_blocks", block=4, always=True),
+    "signs": og.Sparse(
+        density=0.2,
+        select="random_blocks",
+        block=4,
+        always=True,
+        wire=og.wire.Sign(),
+        vectors=og.wire.Int4(),
+    ),
 }
 
 

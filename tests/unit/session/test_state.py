@@ -135,6 +135,9 @@ OTHERS = {
     "sparse": og.Sparse(density=0.05, momentum=0.9, warmup=6),
     "sparse blocks": og.Sparse(density=0.1, select="blocks", wire=og.wire.Int8()),
     "sparse random": og.Sparse(density=0.05, select="random", warmup=6),
+    "sparse signs": og.Sparse(
+        density=0.3, select="random_blocks", wire=og.wire.Sign(), vectors=og.wire.Int4()
+    ),
     "dad": og.DAD(),
     "dad forced": og.DAD(always=True),
     "dense": og.Dense(),
