@@ -17,13 +17,16 @@ class Entries(NamedTuple):
 
     Attributes:
         values_K: the entries.
-        places_K: their indices in the flattened gradient, int64, ascending and distinct.
+        places_B: indices of blocks of consecutive entries in the flattened gradient, int64,
+            ascending and distinct.
         shape: of the gradient, (G, O, I).
+        block: entries of a block; it divides the gradient's number of entries.
     """
 
     values_K: Tensor
-    places_K: Tensor
+    places_B: Tensor
     shape: tuple[int, int, int]
+    block: int = 1
 
 
 Arrived = Factors | Tensor | Entries

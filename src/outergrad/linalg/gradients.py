@@ -68,7 +68,8 @@ def as_tensor(arrived: Arrived) -> Tensor:
     if isinstance(arrived, Tensor):
         return arrived
     whole = arrived.values_K.new_zeros(math.prod(arrived.shape))
-    return whole.index_copy_(0, arrived.places_K, arrived.values_K).view(arrived.shape)
+    whole.view(-1, arrived.block)[arrived.places_B] = arrived.values_K.view(-1, arrived.block)
+    return whole.view(arrived.shape)
 
 
 def _sum_of(parts: Sequence[Arrived], numel: int, scale: float) -> Tensor:
@@ -77,7 +78,8 @@ def _sum_of(parts: Sequence[Arrived], numel: int, scale: float) -> Tensor:
     whole = widened(first[:0]).new_zeros(numel)
     for part in parts:
         if isinstance(part, Entries):
-            whole.index_add_(0, part.places_K, part.values_K.to(whole.dtype), alpha=scale)
+            values = part.values_K.to(whole.dtype).view(-1, part.block)
+            whole.view(-1, part.block).index_add_(0, part.places_B, values, alpha=scale)
         else:
             whole.add_(as_tensor(part).flatten(), alpha=scale)
     return whole

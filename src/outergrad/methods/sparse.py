@@ -5,13 +5,22 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, cast, get_args
+from typing import Literal, NamedTuple, Protocol, cast, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from outergrad.core.coding import Codecs, Field, Wire, drops, nbytes, received
+from outergrad.core.coding import (
+    Codecs,
+    Encoded,
+    Field,
+    Wire,
+    decode_all,
+    drops,
+    encode_all,
+    nbytes,
+)
 from outergrad.core.payload import Entries, Payload
 from outergrad.core.reasons import Why
 from outergrad.core.rounds import Sketches
@@ -20,6 +29,7 @@ from outergrad.core.types import (
     Gradient,
     Inheritance,
     Part,
+    Place,
     Route,
     Slot,
     StateDict,
@@ -45,6 +55,36 @@ _WIDTH = 256
 """Largest number of values in a row for codecs: `og.wire.Int8` has one step per row."""
 
 
+class Picked(NamedTuple):
+    """Places of blocks of consecutive entries, which fill the flattened gradient.
+
+    Attributes:
+        places_B: Numbers of blocks, sorted.
+        block: Entries of a block.
+    """
+
+    places_B: Tensor
+    block: int
+
+    def of(self, flat_N: Tensor) -> Tensor:
+        """Returns the entries, (K,)."""
+        return flat_N.view(-1, self.block)[self.places_B].view(-1)
+
+    def subtract(self, values_K: Tensor, flat_N: Tensor) -> None:
+        """Subtracts values from the entries, in place."""
+        of_blocks = values_K.view(-1, self.block)
+        flat_N.view(-1, self.block).index_add_(0, self.places_B, of_blocks, alpha=-1)
+
+    def cleared(self, flat_N: Tensor) -> Tensor:
+        """Returns a copy in which the entries are zero."""
+        return flat_N.view(-1, self.block).index_fill(0, self.places_B, 0.0).view(-1)
+
+    def entries(self, values_K: Tensor, slot: Slot) -> Entries:
+        """Returns these values as entries of a gradient."""
+        shape = slot.groups, slot.outputs, slot.inputs
+        return Entries(values_K, self.places_B, shape, self.block)
+
+
 @dataclass(frozen=True)
 class EntriesForm:
     """Values, and the places of their blocks as bytes.
@@ -63,11 +103,10 @@ class EntriesForm:
         of_places = [Field((size,), torch.uint8)] if size else []
         return [Field(value_shape(count, coded=bool(codecs)), dtype, codecs), *of_places]
 
-    def payload(self, values_K: Tensor, blocks_B: Tensor, slot: Slot, codecs: Codecs) -> Payload:
+    def payload(self, values: Tensor | Encoded, blocks_B: Tensor, slot: Slot) -> Payload:
         """Returns the payload of the entries of these blocks, in order."""
-        blocks, chosen = self.blocks(slot, len(values_K))
-        values = in_rows(values_K) if codecs else values_K
-        return [values] if chosen == blocks else [values, places.packed(blocks_B, blocks)]
+        blocks = -(-slot.numel // self.block)
+        return [values] if len(blocks_B) == blocks else [values, places.packed(blocks_B, blocks)]
 
     def read(self, tensors: Sequence[Tensor], slot: Slot, count: int) -> Entries:
         """Returns the entries.
@@ -80,12 +119,13 @@ class EntriesForm:
             content[0] if content else torch.empty(0, dtype=torch.uint8, device=values_K.device)
         )
         blocks_B = places.unpacked(packed, *self.blocks(slot, count))
-        shape = slot.groups, slot.outputs, slot.inputs
-        return Entries(values_K, self.places(blocks_B, slot.numel), shape)
+        return self.picked(blocks_B, slot.numel).entries(values_K, slot)
 
-    def places(self, blocks_B: Tensor, numel: int) -> Tensor:
-        """Returns the places of all entries of these blocks."""
-        return blocks_B if self.block == 1 else entries_of(blocks_B, numel, self.block)
+    def picked(self, blocks_B: Tensor, numel: int) -> Picked:
+        """Returns the entries of these blocks; single ones where the last block is short."""
+        if numel % self.block == 0:
+            return Picked(blocks_B, self.block)
+        return Picked(entries_of(blocks_B, numel, self.block), 1)
 
     def blocks(self, slot: Slot, count: int) -> tuple[int, int]:
         """Returns the number of blocks of a slot, and the number of blocks with `count` entries."""
@@ -118,16 +158,15 @@ class DrawnForm:
         """Returns the field of the values, in rows for codecs."""
         return [Field(value_shape(count, coded=bool(codecs)), dtype, codecs)]
 
-    def payload(self, values_K: Tensor, blocks_B: Tensor, slot: Slot, codecs: Codecs) -> Payload:
+    def payload(self, values: Tensor | Encoded, blocks_B: Tensor, slot: Slot) -> Payload:
         """Returns the payload of these values."""
-        return [in_rows(values_K) if codecs else values_K]
+        return [values]
 
     def read(self, tensors: Sequence[Tensor], slot: Slot, count: int) -> Entries:
         """Returns the entries."""
         values_K = tensors[0].flatten()[:count]
         blocks_B = self.drawn(slot, count, values_K.device)
-        shape = slot.groups, slot.outputs, slot.inputs
-        return Entries(values_K, self.entries.places(blocks_B, slot.numel), shape)
+        return self.entries.picked(blocks_B, slot.numel).entries(values_K, slot)
 
 
 def value_shape(count: int, *, coded: bool) -> tuple[int, ...]:
@@ -140,6 +179,24 @@ def in_rows(values_K: Tensor) -> Tensor:
     """Returns the values in rows for codecs, padded with zeros."""
     rows, width = value_shape(len(values_K), coded=True)
     return pad(values_K, (0, rows * width - len(values_K))).view(rows, width)
+
+
+def _written(
+    codecs: Codecs, values_K: Tensor, dtype: torch.dtype
+) -> tuple[Tensor | Encoded, Tensor]:
+    """Returns the values as they travel, and as receivers decode them.
+
+    Args:
+        codecs: Codecs of the values.
+        values_K: Values, float32 or float64.
+        dtype: Dtype in which they travel without codecs.
+    """
+    if not codecs:
+        return values_K, values_K.to(dtype).to(values_K.dtype)
+    rows = in_rows(values_K)
+    (sent,) = encode_all(codecs, [rows])
+    (arrives,) = decode_all(codecs, [sent], [rows])
+    return sent, arrives.flatten()[: len(values_K)].to(values_K.dtype)
 
 
 Select = Literal["threshold", "topk", "blocks", "random", "random_blocks"]
@@ -294,6 +351,8 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
         self._memories = ByPlace[_Memory](lambda memory: memory)
         self.sketches = SharedEntries(self) if settings.sums else None
         self.way = Route.REDUCE if settings.sums else Route.GATHER
+        self._drawn: dict[tuple[Place, int], Tensor] = {}
+        """Blocks that were drawn in this step."""
         self.steps, self.phase = 0, settings.density_at(0)
 
     # -- how many entries ---------------------------------------------------------------------
@@ -333,12 +392,13 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
             blocks_B = self.drawn(slot, count, due_N.device)
         else:
             blocks_B = self._chosen(due_N, count, finite=finite)
-        places_K = self.entries.places(blocks_B, len(due_N))
-        values_K = self.seen_by_all(due_N[places_K], finite=finite)
+        picked = self.entries.picked(blocks_B, len(due_N))
+        values_K = self.seen_by_all(picked.of(due_N), finite=finite)
         dtype = gradient.dtype if isinstance(gradient, Tensor) else values_K.dtype
+        sent, arrives_K = _written(self.codecs(slot), values_K, dtype)
         if finite:
-            self.keep(slot, due_N, velocity_N, places_K, self.arriving(slot, values_K, dtype))
-        return self._form.payload(values_K, blocks_B, slot, self.codecs(slot))
+            self.keep(slot, due_N, velocity_N, picked, arrives_K)
+        return self._form.payload(sent, blocks_B, slot)
 
     def _chosen(self, due_N: Tensor, count: int, *, finite: bool) -> Tensor:
         """Returns the numbers of the selected blocks, sorted; of blocks of one entry, the places.
@@ -354,9 +414,13 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
 
     def drawn(self, slot: Slot, count: int, device: torch.device) -> Tensor:
         """Returns blocks that differ between steps and between weights, but not between sites."""
-        own = zlib.crc32(place_name(slot.place).encode())
-        seed = (self.settings.seed << 96) + (own << 64) + self.steps
-        return random_k(*self.entries.blocks(slot, count), seed, device)
+        known = self._drawn.get((slot.place, count))
+        if known is None:  # a site draws for its own values, and reads those of all sites
+            own = zlib.crc32(place_name(slot.place).encode())
+            seed = (self.settings.seed << 96) + (own << 64) + self.steps
+            known = random_k(*self.entries.blocks(slot, count), seed, device)
+            self._drawn[slot.place, count] = known
+        return known
 
     def seen_by_all(self, values_K: Tensor, *, finite: bool) -> Tensor:
         """Returns the values; NaN if they are drawn and others are not finite."""
@@ -382,7 +446,7 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
         slot: Slot,
         due_N: Tensor,
         velocity_N: Tensor | None,
-        places_K: Tensor,
+        picked: Picked,
         arrives_K: Tensor,
     ) -> None:
         """Keeps the unsent part as the residual, and clears the momentum of the sent entries.
@@ -391,28 +455,21 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
             slot: The slot.
             due_N: First result of `due`, finite; changed in place.
             velocity_N: Second result of `due`.
-            places_K: Places of the entries that were sent.
+            picked: Entries that were sent.
             arrives_K: Values of these entries as receivers decode them.
         """
         if not self.settings.error_feedback:
             return
-        due_N[places_K] -= arrives_K
+        picked.subtract(arrives_K, due_N)
         if velocity_N is not None:
-            velocity_N = velocity_N.index_fill(0, places_K, 0.0)
+            velocity_N = picked.cleared(velocity_N)
         self._memories[slot] = _Memory(due_N, velocity_N)
-
-    def arriving(self, slot: Slot, values_K: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the values as receivers decode them."""
-        codecs = self.codecs(slot)
-        if not codecs:
-            return values_K.to(dtype).to(values_K.dtype)
-        rows = in_rows(values_K)
-        return received(codecs, rows).flatten()[: len(values_K)].to(values_K.dtype)
 
     def commit(self, *, applied: bool) -> None:
         """Keeps the step's memories and counts it if it is applied, else discards them."""
         self._memories.commit(applied=applied)
         self.steps += applied
+        self._drawn = {}
         self.phase = self.settings.density_at(self.steps)
 
     def remembers(self, unit: Unit) -> bool:
@@ -438,7 +495,7 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
 
     def load(self, inheritance: Inheritance) -> None:
         """Continues from the saved residuals that this site takes over."""
-        self.steps = inheritance.first["common"]["sparse"]["steps"]
+        self.steps, self._drawn = inheritance.first["common"]["sparse"]["steps"], {}
         self.phase = self.settings.density_at(self.steps)
         self._memories.replace(inherited_memories(inheritance, _inherited))
 
@@ -471,7 +528,7 @@ class SharedEntries(Sketches):
 
     def __init__(self, entries: SparseCompressor) -> None:
         self._entries = entries
-        self._begun: dict[Slot, Tensor] = {}
+        self._begun: dict[Slot, Picked] = {}
 
     def columns(self, slot: Slot) -> int:
         """Returns K."""
@@ -485,19 +542,13 @@ class SharedEntries(Sketches):
         """Returns this site's values; NaN, for all sites to see, if its gradient is not finite."""
         due_N, velocity_N = self._entries.due(slot, gradient)
         blocks_B = self._entries.drawn(slot, self.columns(slot), due_N.device)
-        places_K = self._begun[slot] = self._entries.entries.places(blocks_B, slot.numel)
-        finite, values_K = is_finite(due_N), due_N[places_K]
+        picked = self._begun[slot] = self._entries.entries.picked(blocks_B, slot.numel)
+        finite, values_K = is_finite(due_N), picked.of(due_N)
         if finite:
-            self._entries.keep(
-                slot,
-                due_N,
-                velocity_N,
-                places_K,
-                self._entries.arriving(slot, values_K, values_K.dtype),
-            )
+            _, arrives_K = _written(self._entries.codecs(slot), values_K, values_K.dtype)
+            self._entries.keep(slot, due_N, velocity_N, picked, arrives_K)
         return self._entries.seen_by_all(values_K, finite=finite)
 
     def end(self, slot: Slot, z: Tensor, sites: int) -> Entries:
         """Returns the mean over the sites at the places."""
-        shape = slot.groups, slot.outputs, slot.inputs
-        return Entries(widened(z) / sites, self._begun.pop(slot), shape)
+        return self._begun.pop(slot).entries(widened(z) / sites, slot)
