@@ -47,7 +47,7 @@ from outergrad.core.coding import (
 from outergrad.linalg.low_rank import small_core
 from outergrad.messages.layout import Layout
 from outergrad.messages.wire import Piece
-from outergrad.wire import BF16, Int2, Int3, Int4, Int8, TopK
+from outergrad.wire import BF16, Int2, Int3, Int4, Int8, Sign, TopK
 from outergrad_lab.data import load
 from outergrad_lab.workloads import WORKLOADS
 
@@ -57,6 +57,7 @@ CODECS = (
     (Int4(),),
     (Int3(),),
     (Int2(),),
+    (Sign(),),
     (TopK(0.3),),
     (TopK(0.3), BF16()),
     (TopK(0.3), Int8()),

@@ -219,6 +219,11 @@ METHODS = {
     "rank-dad": og.RankDAD(rank=2),
     "local": og.LocalSteps(k=2),
     "reset": og.LocalSteps(k=1, method=og.RankDAD(rank=2), error_reset=True),
+    "signs": og.LocalSteps(
+        k=1,
+        method=og.Sparse(density=0.3, select="random", wire=og.wire.Sign(), always=True),
+        error_reset=True,
+    ),
 }
 
 

@@ -198,6 +198,7 @@ def test_a_fragment_is_equal_to_the_bit_when_it_is_exchanged(name):
         assert same == (set(PARTS[2][number // 2 % 2]) if number % 2 else set())
 
 
+SIGNS = og.Sparse(density=0.4, select="random_blocks", block=4, wire=og.wire.Sign(), always=True)
 RESET = [
     {"k": 1, "error_reset": True},
     {"k": 4, "stream": 2, "error_reset": True},
@@ -210,9 +211,11 @@ RESET = [
     "turns",
     [{"k": 4, "stream": 2}, {"k": 4, "overlap": 2}, {"k": 3, "stream": 3, "alpha": 0.5}, *RESET],
 )
-def test_every_step_of_a_site_is_applied_or_owed_once(turns):
+@pytest.mark.parametrize(
+    "low", [og.RankDAD(rank=1, error_feedback="dense"), SIGNS], ids=["rank-dad", "signs"]
+)
+def test_every_step_of_a_site_is_applied_or_owed_once(turns, low):
     """However it was moved by exchanges: what is left out is in no place twice."""
-    low = og.RankDAD(rank=1, error_feedback="dense")
 
     def body(rank, group):
         site = Site(method_of(turns, outer=plain, method=low), rank, group)
@@ -241,10 +244,11 @@ def test_every_step_of_a_site_is_applied_or_owed_once(turns):
 
 @pytest.mark.parametrize("inner", ["momentum", "muon"])
 @pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("name", ["rank-dad", "powersgd", "sparse"])
+@pytest.mark.parametrize("name", ["rank-dad", "powersgd", "sparse", "signs"])
 def test_a_site_keeps_what_it_has_not_sent(name, k, inner):
     """CSER: behind an exchange its weights are the shared ones and its own unsent change."""
-    low = {**LOW_RANK, "rank-dad": og.RankDAD(rank=1, error_feedback="dense")}[name]
+    whole = og.RankDAD(rank=1, error_feedback="dense")
+    low = {**LOW_RANK, "rank-dad": whole, "signs": SIGNS}[name]
 
     def body(rank, group):
         method = og.LocalSteps(k, outer=plain, method=low, error_reset=True)
@@ -350,7 +354,7 @@ def test_a_budget_is_of_the_exchange_of_a_fragment(budget):
 @pytest.mark.parametrize(
     ("name", "saved_after"),
     covering(
-        ["dense", "budget", "owners", "error reset", "owners, reset", "reset, muon"],
+        ["dense", "budget", "owners", "error reset", "owners, reset", "reset, muon", "signs, muon"],
         range(6, 10),
         quick=4,
         every=2,
@@ -367,6 +371,9 @@ def test_training_goes_on_to_the_bit(name, saved_after):
         "error reset": og.LocalSteps(2, method=few, error_reset=True),
         "owners, reset": og.LocalSteps(2, method=by_owners, error_reset=True),
         "reset, muon": og.LocalSteps(1, method=few, error_reset=True),
+        "signs, muon": og.LocalSteps(
+            2, method=replace(SIGNS, vectors=og.wire.Sign()), error_reset=True
+        ),
     }[name]
     inner = "muon" if "muon" in name else "momentum"
 
