@@ -71,7 +71,8 @@ class LocalSteps:
             the weights become `alpha * own + (1 - alpha) * shared`. By default 1/2 with `overlap`,
             so that the site's steps in the meantime are not lost, else 0.
         error_reset: True if a site keeps the unsent part of its changes in its own weights, and
-            goes on from there. Choose it where the method leaves much unsent: low rank in few bits.
+            goes on from there. Choose it where the method leaves much unsent: low rank in few bits,
+            or signs of random blocks (docs/fewest-bytes.md, "Under Muon").
             Sites then differ after an exchange, too, until `flush`. As in CSER (Xie et al., arXiv
             2007.13221).
         quorum: Least number of sites with which an exchange goes ahead, or, as a float up to 1.0,

@@ -152,6 +152,10 @@ def test_two_sites_agree_by_the_methods_that_round():
         ("rank-dad:wire=int4", og.RankDAD(wire=og.wire.Int4())),
         ("rank-dad:wire=topk0.3+int2", og.RankDAD(wire=(og.wire.TopK(0.3), og.wire.Int2()))),
         ("sparse", og.Sparse()),
+        (
+            "sparse:select=random:wire=sign:vectors=sign",
+            og.Sparse(select="random", wire=og.wire.Sign(), vectors=og.wire.Sign()),
+        ),
         ("sparse:density=0.01:select=topk", og.Sparse(select="topk")),
         (
             "sparse:density=0.1:select=blocks:block=16:momentum=0.9:warmup=100:wire=int8",
