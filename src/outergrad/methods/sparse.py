@@ -213,8 +213,10 @@ class Sparse(Settings):
     Choose it where gradients have few large entries, or to compare with the literature on sparse
     communication. For gradients try `og.RankDAD` first: it reached a higher accuracy at the same
     bytes on all models that were compared (docs/paper.md). Choose random blocks in `og.wire.Sign()`
-    under Muon, with `error_reset` of `og.LocalSteps` (docs/fewest-bytes.md). Biases, norms and other vectors travel whole by
-    default, and so does a weight whose dense gradient is fewer bytes.
+    under Muon, with `error_reset` of `og.LocalSteps` (docs/fewest-bytes.md).
+
+    Biases, norms and other vectors travel whole by default, and so does a weight whose dense
+    gradient is fewer bytes.
 
     Sources: Aji and Heafield, 2017, for the largest entries; Lin et al., "Deep Gradient
     Compression", arXiv 1712.01887, for momentum and warm-up; Foroutan Eghlidi and Jaggi, "Sparse
