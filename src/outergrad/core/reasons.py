@@ -34,6 +34,8 @@ class Why(Enum):
     """The unit's method sends dense gradients."""
     OWING = "owing"
     """A residual of the previous method still has to be sent."""
+    WHOLE = "whole"
+    """A site has asked for all that is owed."""
     BYTES = "bytes"
     """The block's payload would be too large."""
 

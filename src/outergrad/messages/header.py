@@ -33,6 +33,7 @@ MOST_ROWS = 1 << 41
 """Upper bound, exclusive, of numbers of rows and of bytes in a header; of a weight it is 2^53."""
 _MOST_WEIGHT = 1 << 53
 _MOST_JOINT = 1 << 31
+_MOST_STATE = 1 << 4
 
 
 class Join(IntEnum):
@@ -112,6 +113,7 @@ class Header:
         weight: relative weight of this site's gradient in the mean.
         join: state of this site's loop in `session.join()`.
         buffers: per shared buffer, whether a forward wrote to it on this site.
+        whole: whether this site asks for all that is owed; then all of it travels dense.
     """
 
     fingerprint: int
@@ -124,6 +126,7 @@ class Header:
     weight: int = 1
     join: Join = Join.NONE
     buffers: tuple[bool, ...] = ()
+    whole: bool = False
 
     def of_step(self, step: int) -> Header:
         """Returns the header with another step; faster than `replace`, since it checks nothing."""
@@ -139,7 +142,7 @@ class Header:
     @property
     def about_loop(self) -> tuple[Hashable, ...]:
         """Fields among `facts` that do not concern rows."""
-        return self.used, self.alone, self.weight, self.join, self.buffers
+        return self.used, self.alone, self.weight, self.join, self.buffers, self.whole
 
     @property
     def length(self) -> int:
@@ -149,7 +152,8 @@ class Header:
 
     def words(self) -> list[int]:
         """Returns the header as int64 words."""
-        fixed = [MAGIC, self.fingerprint, self.step, self.rank, int(self.alone) | self.join << 1]
+        state = self.alone | self.join << 1 | self.whole << 3
+        fixed = [MAGIC, self.fingerprint, self.step, self.rank, state]
         words = [*fixed, self.weight, *self.joint, 0, *bit_words(self.used)]
         words += [*bit_words(self.buffers), *(use.encode() for use in self.uses)]
         words += [0] * (self.length - len(words))
@@ -190,7 +194,8 @@ class Header:
 
     @staticmethod
     def _decoded(words: Sequence[int], expected: Header, rank: Site) -> Header:
-        join, weight = Join(words[4] >> 1), bounded("a weight of", words[5], _MOST_WEIGHT)
+        state = bounded("a state of", words[4], _MOST_STATE)
+        join, weight = Join(state >> 1 & 3), bounded("a weight of", words[5], _MOST_WEIGHT)
         _check_join(rank, join, expected)
         after = _BITS + words_for(len(expected.used))
         used = bits(words[_BITS:], len(expected.used))
@@ -200,8 +205,8 @@ class Header:
         uses = tuple(use.decode(word) for use, word in ours)
         own = (expected.fingerprint, expected.step, rank)
         joint = bounded("joint deltas:", words[6], _MOST_JOINT), words[7]
-        loop = (weight, join, buffers)
-        return Header(*own, used, uses, bool(words[4] & 1), joint, *loop)
+        loop = (weight, join, buffers, bool(state >> 3))
+        return Header(*own, used, uses, bool(state & 1), joint, *loop)
 
 
 def _check_join(rank: Site, join: Join, expected: Header) -> None:

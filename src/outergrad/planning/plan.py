@@ -299,6 +299,8 @@ class Planner:
 
     def _decision(self, unit: Unit, headers: Sequence[Header]) -> _Decision:
         uses = [header.uses[self._index[x]] for x in unit.sources for header in headers]
+        if any(header.whole for header in headers):
+            return _Decision(Route.DENSE, False, False, 0, Reason(why=Why.WHOLE))
         last = self._decisions.get(unit)
         if last is None or last[0] != uses:
             last = self._decisions[unit] = uses, self._decided(unit, headers)

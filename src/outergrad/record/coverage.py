@@ -37,6 +37,7 @@ _DENSE = {
     Why.UNSENDABLE: "it reads what enters the model, or has hooks",
     Why.DENSE: "the method is dense",
     Why.OWING: "with it travels what the method before had not sent",
+    Why.WHOLE: "with it travelled all that was owed: session.flush(whole=True)",
     Why.BYTES: "what would be sent of it is {nbytes} bytes; {pays}",
 }
 _Entry = tuple[str, str, str]
@@ -158,7 +159,7 @@ def _unit_entry(
     if sites == 1:
         return "dense", "a single site: nothing travels", "nothing"
     known = chosen or Reason(why=compressor.why)
-    if known.why in (Why.OWING, Why.DENSE):
+    if known.why in (Why.OWING, Why.WHOLE, Why.DENSE):
         return _dense_entry(known, "", sites, here)
     limit, sparse = compressor.break_even(unit, sites), compressor.why == Why.SPARSE
     most = "any number of" if math.isinf(limit) else f"fewer than {math.ceil(limit)}"

@@ -82,12 +82,13 @@ class OuterSteps:
             self._fragments.count(self._exchange.weighting.take())
 
     @torch.no_grad()
-    def send(self, *, overlaps: bool, weight: int | None = None) -> None:
+    def send(self, *, overlaps: bool, weight: int | None = None, whole: bool = False) -> None:
         """Begins the exchange of the due fragment, a shared step without a backward.
 
         Args:
             overlaps: whether this site makes local steps while the messages travel.
             weight: how much this site counts; None for the usual weight.
+            whole: whether all that the sites owe of it travels along.
         """
         self._elastic.require_group()
         self.refuse_converted()
@@ -96,8 +97,10 @@ class OuterSteps:
         for name, p in share.model.params.items():
             param_grad.put(p, self._origin.get(name, p) - self._trained[name])
         if weight is None:
-            weight = 1 if self._exchange.weighting.is_even else due.samples
-        loop = Loop(weight, self._exchange.attendance.join, self._exchange.buffers.written())
+            samples = max(due.samples, 1) if whole else due.samples
+            weight = 1 if self._exchange.weighting.is_even else samples
+        buffers = self._exchange.buffers.written()
+        loop = Loop(weight, self._exchange.attendance.join, buffers, whole)
         about = Announced(self._at.stats.step, share.model.params.keys(), loop=loop)
         own = {
             "model": share.model,
@@ -140,13 +143,19 @@ class OuterSteps:
         for name, p in self.start.items():
             self._trained[name].copy_(p)
 
-    def flush(self) -> None:
-        """Exchanges until all fragments are equal on all sites."""
+    def flush(self, *, whole: bool = False) -> None:
+        """Exchanges until all fragments are equal on all sites.
+
+        Args:
+            whole: whether all that the sites owe travels along.
+        """
         self.apply()
         if self.counter.any_made:
             self.count_samples()
+        if whole:
+            self._fragments.stepped()  # also where nothing has changed since the last exchange
         while self._fragments.seek():
-            self.send(overlaps=False)
+            self.send(overlaps=False, whole=whole)
             self.apply(ends=True)
         self.counter.restart()
 

@@ -91,8 +91,14 @@ class QuorumSteps:
             return self._exchange()
         return self._is_late and self._look()
 
-    def flush(self) -> None:
-        """Exchanges until all sites have shared all, and are equal."""
+    def flush(self, *, whole: bool = False) -> None:
+        """Exchanges until all sites have shared all, and are equal.
+
+        Raises:
+            ValueError: `whole` is True: sites that are late owe to others than they share with.
+        """
+        if whole:
+            raise ValueError("session.flush(whole=True) does not go with quorum=; leave whole out")
         self._count_samples()
         while not self._meet().ends:
             pass

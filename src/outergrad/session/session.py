@@ -285,12 +285,18 @@ class Session:
                 "session.make_equal(): call it on an attached session, and not during backward"
             )
 
-    def flush(self) -> None:
+    def flush(self, *, whole: bool = False) -> None:
         """Shares what the last steps of `og.LocalSteps` have changed: at the end of training.
 
         Call it on every site, after the same number of steps. Then all have the same weights. With
         methods that share gradients nothing is left to share, and it only checks that all sites
         have applied the same in the last step.
+
+        Args:
+            whole: With `og.LocalSteps`, True to share all that the method has not sent, too: the
+                weights are then the mean of all that the sites have learned. It takes the bytes of
+                one step of DDP. Choose it at the end of a training with `error_reset`. Alike on all
+                sites.
 
         Raises:
             SiteLostError: another site is lost.
@@ -298,7 +304,7 @@ class Session:
             RuntimeError: with `og.LocalSteps`, the weights have changed and no step was counted.
         """
         if self._at.attached:
-            self._updates.flush()
+            self._updates.flush(whole=whole)
             self._elastic.require_group()
             self._barrier.settle()
 

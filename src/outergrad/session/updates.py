@@ -78,7 +78,7 @@ class SharedGradients:
         """
         return shared
 
-    def flush(self) -> None:
+    def flush(self, *, whole: bool) -> None:
         """Shares what is left to share."""
 
     def level(self) -> None:
@@ -190,8 +190,11 @@ class SharedChanges(SharedGradients):
         """Returns a context that leaves gradients unshared among the ranks of this site."""
         return shared if self._inner is None else self._inner.no_sync()
 
-    def flush(self) -> None:
+    def flush(self, *, whole: bool) -> None:
         """Shares the changes since the last exchange, if there are any.
+
+        Args:
+            whole: whether all that the sites owe travels along.
 
         Raises:
             RuntimeError: this site lost the others, or the weights have changed and no step was
@@ -199,7 +202,7 @@ class SharedChanges(SharedGradients):
         """
         if not self._begun and (name := self._uncounted.since(self.outer.start)) is not None:
             self._refuse_uncounted(name, told(self._uncounted.passes))
-        self._steps.flush()
+        self._steps.flush(whole=whole)
         self._uncounted.restart()
 
     def level(self) -> None:

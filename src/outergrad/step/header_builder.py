@@ -25,6 +25,7 @@ class Loop(NamedTuple):
     weight: int
     join: Join
     buffers: tuple[bool, ...]
+    whole: bool = False
 
 
 PLAIN = Loop(1, Join.NONE, ())

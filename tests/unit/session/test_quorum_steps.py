@@ -445,3 +445,13 @@ def test_running_statistics_are_equal_after_the_next_exchange_of_all():
     for _, (apart, equal) in others:
         assert not apart.equal(first[0])
         assert equal.equal(first[1])
+
+
+def test_a_whole_flush_is_refused():
+    def body(rank, group):
+        site = Site(og.LocalSteps(K, quorum=2, grace=GRACE_S), rank, group)
+        with pytest.raises(ValueError, match=r"flush\(whole=True\) does not go with quorum="):
+            site.session.flush(whole=True)
+        site.session.detach()
+
+    run_ranks(2, body)

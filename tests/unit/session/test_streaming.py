@@ -270,6 +270,72 @@ def test_a_site_keeps_what_it_has_not_sent(name, k, inner):
     assert all(map(torch.equal, ours_end, theirs_end))
 
 
+FLUSHED = {
+    **{f"{name}, reset": (low, {"k": 2, "error_reset": True}) for name, low in LOW_RANK.items()},
+    "signs, reset": (replace(SIGNS, vectors=og.wire.Sign()), {"k": 2, "error_reset": True}),
+    "signs": (SIGNS, {"k": 2}),
+    "signs, streams": (SIGNS, {"k": 4, "stream": 2, "error_reset": True}),
+    "signs, overlap": (SIGNS, {"k": 4, "overlap": 1, "error_reset": True}),
+}
+
+
+@pytest.mark.parametrize("steps", [6, 7])
+@pytest.mark.parametrize("name", FLUSHED)
+def test_a_whole_flush_leaves_nothing_owed(name, steps):
+    """The weights are then what they were at first, less the mean of all steps of the sites."""
+    low, turns = FLUSHED[name]
+    if isinstance(low, og.RankDAD):
+        low = replace(low, error_feedback="dense")  # which remembers all of it
+
+    def body(rank, group):
+        site = Site(method_of(turns, outer=plain, method=low), rank, group)
+        own = dict.fromkeys(PARTS[1][0], 0.0)
+        for number in range(steps):
+            site.steps(number, number + 1)
+            for name, p in site.model.named_parameters():
+                own[name] = own[name] + 0.1 * p.grad.double()
+        site.session.flush(whole=True)
+        assert not site.session._exchange.compressors.owe
+        before = site.weights()
+        site.session.flush()
+        assert all(map(torch.equal, before, site.weights()))
+        site.steps(steps, steps + 4)  # and training goes on
+        site.session.detach()
+        return own, before
+
+    results = run_on_lasting_groups(2, body)
+    for number, (name, before) in enumerate(model().named_parameters()):
+        wanted = before.detach().double() - sum(own[name] for own, _ in results) / 2
+        for _, now in results:
+            torch.testing.assert_close(now[number].double(), wanted, rtol=1e-4, atol=2e-6)
+
+
+def test_after_a_flush_a_whole_one_brings_the_rest():
+    def body(rank, group):
+        site = Site(og.LocalSteps(2, outer=plain, method=SIGNS, error_reset=True), rank, group)
+        site.steps(0, 5).session.flush()
+        assert site.session._exchange.compressors.owe
+        site.session.flush(whole=True)
+        assert not site.session._exchange.compressors.owe
+        site.session.detach()
+        return site.weights()
+
+    ours, theirs = run_on_lasting_groups(2, body)
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_one_site_that_asks_is_enough_where_changes_are_left():
+    def body(rank, group):
+        site = Site(og.LocalSteps(2, outer=plain, method=SIGNS, error_reset=True), rank, group)
+        site.steps(0, 5).session.flush(whole=rank == 1)
+        assert not site.session._exchange.compressors.owe
+        site.session.detach()
+        return site.weights()
+
+    ours, theirs = run_on_lasting_groups(2, body)
+    assert all(map(torch.equal, ours, theirs))
+
+
 def test_a_site_that_owes_nothing_flushes_with_the_others():
     low = og.RankDAD(rank=1)
 

@@ -72,6 +72,7 @@ class Replica:
         period: Steps from one of the session's exchanges to the next.
         planned_bytes: Gradient bytes per step where there is neither session nor peer, if known.
         weighted: True if the session weights a site by its samples, so that no loss need do so.
+        whole: True if the last exchange brings all that sites owe.
     """
 
     model: nn.Module
@@ -81,6 +82,7 @@ class Replica:
     period: int = 1
     planned_bytes: int | None = None
     weighted: bool = False
+    whole: bool = False
 
     @property
     def sent_bytes(self) -> int | None:
@@ -104,7 +106,7 @@ class Replica:
     def finish(self) -> None:
         """Shares the last local steps' changes; every site must call it after its last step."""
         if self.session:
-            self.session.flush()
+            self.session.flush(whole=self.whole)
         if self.peer:
             self.peer.flush()
 
@@ -288,11 +290,13 @@ class Distributed:
         method: Method of sending gradients.
         recorder: Recorder of every step.
         options: Further arguments of `og.distribute`.
+        whole: True if the last exchange brings all that sites owe.
     """
 
     method: Method | og.Auto | og.PerLayer | og.LocalSteps
     recorder: Recorder | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    whole: bool = False
 
     def __call__(self, model: nn.Module, group: dist.ProcessGroup | None) -> Replica:
         """Distributes the model.
@@ -312,6 +316,7 @@ class Distributed:
             start_bytes=session.stats().total_sent_bytes,
             period=getattr(self.method, "period", getattr(self.method, "every", 1)),
             weighted=self.options.get("weighting") == "samples",
+            whole=self.whole,
         )
 
     def beside(self, local: Sequence[str], *, joint: bool) -> Distributed:
@@ -342,8 +347,12 @@ def _local_steps(
     error_reset: bool = False,
     quorum: float | None = None,
     grace: float | None = None,
+    whole: bool = False,
 ) -> Distributed:
-    """Federated averaging of equally weighted sites; DiLoCo with ``lr=0.7:momentum=0.9``."""
+    """Federated averaging of equally weighted sites; DiLoCo with ``lr=0.7:momentum=0.9``.
+
+    With ``whole=True`` the last exchange brings all that the sites owe.
+    """
     inner = _attach_of(method)
     if not isinstance(inner, Distributed) or isinstance(inner.method, (og.Auto, og.LocalSteps)):
         raise ValueError(f"method={method}; use dense, rank-dad, og-powersgd or sparse")
@@ -351,7 +360,7 @@ def _local_steps(
     turns = {"stream": stream, "overlap": overlap, "alpha": alpha}
     turns |= {"quorum": quorum, "grace": grace}
     made = og.LocalSteps(k, outer=outer, method=inner.method, **turns, error_reset=error_reset)
-    return Distributed(made)
+    return Distributed(made, whole=whole)
 
 
 def _fedavg(k: int = 20, method: str = "dense") -> Distributed:
