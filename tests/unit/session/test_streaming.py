@@ -586,12 +586,14 @@ def test_sites_of_several_ranks_take_turns(turns):
         assert_close(after, formula.sites[number // 2])
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["", "whole"])
 @pytest.mark.parametrize("name", LOW_RANK)
-def test_ranks_of_a_site_keep_what_each_of_them_has_not_sent(name):
+def test_ranks_of_a_site_keep_what_each_of_them_has_not_sent(name, whole):
     def trained(net, session, site):
         train(net, [INNER["momentum"](net.parameters())], site, range(6))
         before = copy.deepcopy(net)
-        session.flush()
+        session.flush(whole=whole)
+        assert not (whole and session._exchange.compressors.owe)
         session.detach()
         return before, net
 

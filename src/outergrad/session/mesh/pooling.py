@@ -114,7 +114,8 @@ class Pooling:
         join = Join.GONE if Join.GONE in joins else min(joins)
         masks = zip(*(report.header.buffers for report in self._reports), strict=True)
         own = {"weight": self.weight, "join": join, "buffers": tuple(map(any, masks))}
-        return replace(header, used=used, uses=uses, **own)
+        whole = any(report.header.whole for report in self._reports)
+        return replace(header, used=used, uses=uses, whole=whole, **own)
 
     @property
     def active(self) -> list[int]:
