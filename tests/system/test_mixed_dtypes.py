@@ -158,7 +158,7 @@ def test_gradients_are_the_mean(name: str, case: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize(("name", "case"), covering(list(LOSSY), SOME, quick=12, every=6))
 def test_lossy_methods_give_all_sites_the_same(name: str, case: tuple[str, int]) -> None:
-    """Vectors travel as they are."""
+    """Vectors travel as they are, where the method has no codecs for them."""
     mixture, sites = case
     torch.manual_seed(0)
     original = Net(MIXTURES[mixture])
@@ -170,7 +170,7 @@ def test_lossy_methods_give_all_sites_the_same(name: str, case: tuple[str, int])
         expected = pooled(reference, step, sites)
         for n, g in found.items():
             assert g.isfinite().all()
-            if n.startswith("vectors"):
+            if n.startswith("vectors") and not getattr(LOSSY[name], "vectors", ()):
                 assert error(g, expected[n]) < LIMITS[g.dtype], (step, n)
 
 

@@ -19,8 +19,8 @@ class Digest:
     """A number that is computed on first use, by any thread and at any place of a program.
 
     Python may collect a session anywhere, also while a compiler traces a model, and the session's
-    farewell needs its digest. So it is computed outside of all modes that the thread is in, and
-    again where a computation is interrupted by that.
+    farewell needs its digest. So where a mode that the thread is in refuses, it is computed outside
+    of all modes, and again where a computation is interrupted by that.
 
     Args:
         compute: computes it; has no other effect.
@@ -32,9 +32,16 @@ class Digest:
 
     def __int__(self) -> int:
         if self._compute is not None:
-            with self._lock, torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-                if self._compute is not None:  # another thread may have computed it meanwhile
-                    self._found, self._compute = int(self._compute()), None
+            with self._lock:  # another thread may have computed it in the meantime
+                compute = self._compute
+                if compute is None:
+                    return self._found
+                try:
+                    self._found = int(compute())
+                except Exception:  # a compiler's mode takes no tensors of others
+                    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                        self._found = int(compute())
+                self._compute = None
         return self._found
 
 

@@ -44,6 +44,10 @@ OF_UNITS = {
     Reason(why=Why.OVERLAPPING): ("dense", f"shared by several products; {PAYS}"),
     Reason(why=Why.DENSE): ("dense", "the method is dense"),
     Reason(why=Why.OWING): ("dense", "with it travels what the method before had not sent"),
+    Reason(why=Why.WHOLE): (
+        "dense",
+        "with it travelled all that was owed: session.flush(whole=True)",
+    ),
     Reason(why=Why.ROWS): ("dense", f"12,345 rows here; {PAYS}"),
 }
 BLOCK_PAYS = "pays below 2000000 bytes per step and site"
