@@ -5,22 +5,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Protocol, cast, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from outergrad.core.coding import (
-    Codecs,
-    Encoded,
-    Field,
-    Wire,
-    decode_all,
-    drops,
-    encode_all,
-    nbytes,
-)
+from outergrad.core.coding import Codecs, Wire, drops, nbytes
 from outergrad.core.payload import Entries, Payload
 from outergrad.core.reasons import Why
 from outergrad.core.rounds import Sketches
@@ -38,9 +28,9 @@ from outergrad.core.types import (
 )
 from outergrad.linalg.finite import is_finite
 from outergrad.linalg.outer import formed, widened
-from outergrad.linalg.selection import above, blocks_of, entries_of, leading_blocks, random_k, top_k
-from outergrad.messages import places
+from outergrad.linalg.selection import above, blocks_of, leading_blocks, random_k, top_k
 from outergrad.methods.common import Settings, require
+from outergrad.methods.entries import DrawnForm, EntriesForm, Picked, written
 from outergrad.methods.formed import MatrixCompressor
 from outergrad.methods.residuals import (
     ByPlace,
@@ -50,154 +40,6 @@ from outergrad.methods.residuals import (
     inherited_residual,
     saved_residual,
 )
-
-_WIDTH = 256
-"""Largest number of values in a row for codecs: `og.wire.Int8` has one step per row."""
-
-
-class Picked(NamedTuple):
-    """Places of blocks of consecutive entries, which fill the flattened gradient.
-
-    Attributes:
-        places_B: Numbers of blocks, sorted.
-        block: Entries of a block.
-    """
-
-    places_B: Tensor
-    block: int
-
-    def of(self, flat_N: Tensor) -> Tensor:
-        """Returns the entries, (K,)."""
-        return flat_N.view(-1, self.block)[self.places_B].view(-1)
-
-    def subtract(self, values_K: Tensor, flat_N: Tensor) -> None:
-        """Subtracts values from the entries, in place."""
-        of_blocks = values_K.view(-1, self.block)
-        flat_N.view(-1, self.block).index_add_(0, self.places_B, of_blocks, alpha=-1)
-
-    def cleared(self, flat_N: Tensor) -> Tensor:
-        """Returns a copy in which the entries are zero."""
-        return flat_N.view(-1, self.block).index_fill(0, self.places_B, 0.0).view(-1)
-
-    def entries(self, values_K: Tensor, slot: Slot) -> Entries:
-        """Returns these values as entries of a gradient."""
-        shape = slot.groups, slot.outputs, slot.inputs
-        return Entries(values_K, self.places_B, shape, self.block)
-
-
-@dataclass(frozen=True)
-class EntriesForm:
-    """Values, and the places of their blocks as bytes.
-
-    Attributes:
-        block: Entries of a block; 1 where each entry has a place of its own.
-    """
-
-    block: int = 1
-
-    def fields(
-        self, slot: Slot, count: int, dtype: torch.dtype, bias: torch.dtype | None, codecs: Codecs
-    ) -> list[Field]:
-        """Returns the fields: values, in rows for codecs, and places unless all are sent."""
-        size = places.nbytes(*self.blocks(slot, count))
-        of_places = [Field((size,), torch.uint8)] if size else []
-        return [Field(value_shape(count, coded=bool(codecs)), dtype, codecs), *of_places]
-
-    def payload(self, values: Tensor | Encoded, blocks_B: Tensor, slot: Slot) -> Payload:
-        """Returns the payload of the entries of these blocks, in order."""
-        blocks = -(-slot.numel // self.block)
-        return [values] if len(blocks_B) == blocks else [values, places.packed(blocks_B, blocks)]
-
-    def read(self, tensors: Sequence[Tensor], slot: Slot, count: int) -> Entries:
-        """Returns the entries.
-
-        Raises:
-            ValueError: The bytes are not those of valid places.
-        """
-        values_K, *content = tensors[0].flatten()[:count], *tensors[1:]
-        packed = (
-            content[0] if content else torch.empty(0, dtype=torch.uint8, device=values_K.device)
-        )
-        blocks_B = places.unpacked(packed, *self.blocks(slot, count))
-        return self.picked(blocks_B, slot.numel).entries(values_K, slot)
-
-    def picked(self, blocks_B: Tensor, numel: int) -> Picked:
-        """Returns the entries of these blocks; single ones where the last block is short."""
-        if numel % self.block == 0:
-            return Picked(blocks_B, self.block)
-        return Picked(entries_of(blocks_B, numel, self.block), 1)
-
-    def blocks(self, slot: Slot, count: int) -> tuple[int, int]:
-        """Returns the number of blocks of a slot, and the number of blocks with `count` entries."""
-        return -(-slot.numel // self.block), -(-count // self.block)
-
-
-class Drawn(Protocol):
-    """Draws the blocks of a slot in this step, the same on all sites."""
-
-    def __call__(self, slot: Slot, count: int, device: torch.device) -> Tensor:
-        """Returns the numbers of the blocks of `count` entries, sorted."""
-        ...
-
-
-@dataclass(frozen=True)
-class DrawnForm:
-    """Values alone: receivers draw the same places.
-
-    Attributes:
-        entries: Gives the numbers of blocks, and the places of their entries.
-        drawn: Draws blocks.
-    """
-
-    entries: EntriesForm
-    drawn: Drawn
-
-    def fields(
-        self, slot: Slot, count: int, dtype: torch.dtype, bias: torch.dtype | None, codecs: Codecs
-    ) -> list[Field]:
-        """Returns the field of the values, in rows for codecs."""
-        return [Field(value_shape(count, coded=bool(codecs)), dtype, codecs)]
-
-    def payload(self, values: Tensor | Encoded, blocks_B: Tensor, slot: Slot) -> Payload:
-        """Returns the payload of these values."""
-        return [values]
-
-    def read(self, tensors: Sequence[Tensor], slot: Slot, count: int) -> Entries:
-        """Returns the entries."""
-        values_K = tensors[0].flatten()[:count]
-        blocks_B = self.drawn(slot, count, values_K.device)
-        return self.entries.picked(blocks_B, slot.numel).entries(values_K, slot)
-
-
-def value_shape(count: int, *, coded: bool) -> tuple[int, ...]:
-    """Returns (count,), or for codecs the shape of few rows of about equal length."""
-    rows = -(-count // _WIDTH)
-    return (rows, -(-count // rows)) if coded else (count,)
-
-
-def in_rows(values_K: Tensor) -> Tensor:
-    """Returns the values in rows for codecs, padded with zeros."""
-    rows, width = value_shape(len(values_K), coded=True)
-    return pad(values_K, (0, rows * width - len(values_K))).view(rows, width)
-
-
-def _written(
-    codecs: Codecs, values_K: Tensor, dtype: torch.dtype
-) -> tuple[Tensor | Encoded, Tensor]:
-    """Returns the values as they travel, and as receivers decode them.
-
-    Args:
-        codecs: Codecs of the values.
-        values_K: Values, float32 or float64.
-        dtype: Dtype in which they travel without codecs.
-    """
-    if not codecs:
-        return values_K, values_K.to(dtype).to(values_K.dtype)
-    rows = in_rows(values_K)
-    (sent,) = encode_all(codecs, [rows])
-    (arrives,) = decode_all(codecs, [sent], [rows])
-    return sent, arrives.flatten()[: len(values_K)].to(values_K.dtype)
-
 
 Select = Literal["threshold", "topk", "blocks", "random", "random_blocks"]
 
@@ -398,7 +240,7 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
         picked = self.entries.picked(blocks_B, len(due_N))
         values_K = self.seen_by_all(picked.of(due_N), finite=finite)
         dtype = gradient.dtype if isinstance(gradient, Tensor) else values_K.dtype
-        sent, arrives_K = _written(self.codecs(slot), values_K, dtype)
+        sent, arrives_K = written(self.codecs(slot), values_K, dtype)
         if finite:
             self.keep(slot, due_N, velocity_N, picked, arrives_K)
         return self._form.payload(sent, blocks_B, slot)
@@ -548,7 +390,7 @@ class SharedEntries(Sketches):
         picked = self._begun[slot] = self._entries.entries.picked(blocks_B, slot.numel)
         finite, values_K = is_finite(due_N), picked.of(due_N)
         if finite:
-            _, arrives_K = _written(self._entries.codecs(slot), values_K, values_K.dtype)
+            _, arrives_K = written(self._entries.codecs(slot), values_K, values_K.dtype)
             self._entries.keep(slot, due_N, velocity_N, picked, arrives_K)
         return self._entries.seen_by_all(values_K, finite=finite)
 
