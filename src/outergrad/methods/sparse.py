@@ -196,7 +196,7 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
         self._memories = ByPlace[_Memory](lambda memory: memory)
         self.sketches = SharedEntries(self) if settings.sums else None
         self.way = Route.REDUCE if settings.sums else Route.GATHER
-        self._drawn: dict[tuple[Place, int], Tensor] = {}
+        self._drawn: dict[tuple[Place, int, torch.device], Tensor] = {}
         """Blocks that were drawn in this step."""
         self.steps, self.phase = 0, settings.density_at(0)
 
@@ -233,10 +233,7 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
     def _compressed(self, slot: Slot, gradient: Gradient, count: int) -> Payload:
         due_N, velocity_N = self.due(slot, gradient)
         finite = is_finite(due_N)
-        if self.settings.draws:
-            blocks_B = self.drawn(slot, count, due_N.device)
-        else:
-            blocks_B = self._chosen(due_N, count, finite=finite)
+        blocks_B = self._selected(slot, due_N, count, finite=finite)
         picked = self.entries.picked(blocks_B, len(due_N))
         values_K = self.seen_by_all(picked.of(due_N), finite=finite)
         dtype = gradient.dtype if isinstance(gradient, Tensor) else values_K.dtype
@@ -245,11 +242,13 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
             self.keep(slot, due_N, velocity_N, picked, arrives_K)
         return self._form.payload(sent, blocks_B, slot)
 
-    def _chosen(self, due_N: Tensor, count: int, *, finite: bool) -> Tensor:
+    def _selected(self, slot: Slot, due_N: Tensor, count: int, *, finite: bool) -> Tensor:
         """Returns the numbers of the selected blocks, sorted; of blocks of one entry, the places.
 
         A threshold cannot be estimated if entries are not finite; `top_k` selects these first.
         """
+        if self.settings.draws:
+            return self.drawn(slot, count, due_N.device)
         if count == len(due_N):
             return torch.arange(-(-count // self.entries.block), device=due_N.device)
         if self.entries.block > 1:
@@ -259,13 +258,12 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
 
     def drawn(self, slot: Slot, count: int, device: torch.device) -> Tensor:
         """Returns blocks that differ between steps and between weights, but not between sites."""
-        known = self._drawn.get((slot.place, count))
-        if known is None:  # a site draws for its own values, and reads those of all sites
+        key = slot.place, count, device
+        if key not in self._drawn:  # a site draws for its own values, and reads those of all sites
             own = zlib.crc32(place_name(slot.place).encode())
             seed = (self.settings.seed << 96) + (own << 64) + self.steps
-            known = random_k(*self.entries.blocks(slot, count), seed, device)
-            self._drawn[slot.place, count] = known
-        return known
+            self._drawn[key] = random_k(*self.entries.blocks(slot, count), seed, device)
+        return self._drawn[key]
 
     def seen_by_all(self, values_K: Tensor, *, finite: bool) -> Tensor:
         """Returns the values; NaN if they are drawn and others are not finite."""

@@ -72,6 +72,10 @@ class _Decision(NamedTuple):
     reason: Reason
 
 
+_WHOLE = _Decision(Route.DENSE, False, False, 0, Reason(why=Why.WHOLE))
+"""Decision on every unit of a step in which a site asks for all that is owed."""
+
+
 class Planner:
     """Derives from the headers of all sites how each unit travels; every site computes the same.
 
@@ -294,13 +298,14 @@ class Planner:
         return [len(self._has_autograd_grad), *phases, self._compressors.ahead]
 
     def _chosen(self, headers: Sequence[Header]) -> Choice:
-        decided = [self._decision(unit, headers) for unit in self._model.units]
+        if any(header.whole for header in headers):
+            decided = [_WHOLE] * len(self._model.units)
+        else:
+            decided = [self._decision(unit, headers) for unit in self._model.units]
         return Choice(*zip(*decided, strict=True)) if decided else Choice((), (), (), (), ())
 
     def _decision(self, unit: Unit, headers: Sequence[Header]) -> _Decision:
         uses = [header.uses[self._index[x]] for x in unit.sources for header in headers]
-        if any(header.whole for header in headers):
-            return _Decision(Route.DENSE, False, False, 0, Reason(why=Why.WHOLE))
         last = self._decisions.get(unit)
         if last is None or last[0] != uses:
             last = self._decisions[unit] = uses, self._decided(unit, headers)

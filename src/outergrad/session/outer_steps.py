@@ -97,6 +97,7 @@ class OuterSteps:
         for name, p in share.model.params.items():
             param_grad.put(p, self._origin.get(name, p) - self._trained[name])
         if weight is None:
+            # All sites may be without samples since the last exchange, and owe nevertheless.
             samples = max(due.samples, 1) if whole else due.samples
             weight = 1 if self._exchange.weighting.is_even else samples
         buffers = self._exchange.buffers.written()

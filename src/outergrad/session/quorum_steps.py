@@ -95,7 +95,7 @@ class QuorumSteps:
         """Exchanges until all sites have shared all, and are equal.
 
         Raises:
-            ValueError: `whole` is True: sites that are late owe to others than they share with.
+            ValueError: `whole` is True.
         """
         if whole:
             raise ValueError("session.flush(whole=True) does not go with quorum=; leave whole out")

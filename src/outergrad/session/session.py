@@ -302,6 +302,7 @@ class Session:
             SiteLostError: another site is lost.
             DriftError: sites have applied different things in the last step.
             RuntimeError: with `og.LocalSteps`, the weights have changed and no step was counted.
+            ValueError: `whole` is True, and the method has a quorum.
         """
         if self._at.attached:
             self._updates.flush(whole=whole)

@@ -9,10 +9,9 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from outergrad.wire.codecs import Plain
-from outergrad.wire.packing import EIGHT, packed, unpacked
+from outergrad.wire.packing import EIGHT, grouped, packed, unpacked
 
 __all__ = ["Int2", "Int3", "Int4"]
 
@@ -50,7 +49,7 @@ class FewBits:
     def encode(self, rows: Tensor) -> list[Tensor]:
         """Rounds to the nearest multiple in the range."""
         half, width = self._half, rows.shape[-1]
-        x = _grouped(rows.float())
+        x = grouped(rows.float(), _GROUP)
         steps = self._steps(x)
         divisors = steps.float().masked_fill_(steps == 0, math.inf)
         multiples = (x / divisors).round_().clamp_(-half, half - 1).nan_to_num_(0.0)
@@ -60,7 +59,7 @@ class FewBits:
     def decode(self, written: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
         """Returns the rows in float32."""
         packed, steps = written
-        multiples = _grouped(self._unpacked(packed)[..., : shape[-1]])
+        multiples = grouped(self._unpacked(packed)[..., : shape[-1]], _GROUP)
         return (multiples * steps.float()[..., None]).flatten(-2)[..., : shape[-1]]
 
     @property
@@ -101,12 +100,6 @@ def _largest(x: Tensor) -> Tensor:
     is_positive = torch.where(most == -least, x[..., :1] >= 0, most > -least)
     largest = torch.where(is_positive, most, least)
     return torch.where(largest.isfinite(), largest, math.nan)
-
-
-def _grouped(rows: Tensor) -> Tensor:
-    """Reshapes (..., R, W) to (..., R, groups, 64), padded with zeros."""
-    missing = -rows.shape[-1] % _GROUP
-    return (pad(rows, (0, missing)) if missing else rows).unflatten(-1, (-1, _GROUP))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Packing of small integers: eight of b bits fill b bytes."""
+"""Groups of numbers in a row, and packing of small integers: eight of b bits fill b bytes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,23 @@ EIGHT = 8
 """Integers that are packed together."""
 
 
+def grouped(rows: Tensor, size: int) -> Tensor:
+    """Reshapes (..., R, W) to (..., R, groups, size), padded with zeros."""
+    missing = -rows.shape[-1] % size
+    return (pad(rows, (0, missing)) if missing else rows).unflatten(-1, (-1, size))
+
+
 def packed(codes: Tensor, bits: int) -> Tensor:
     """Packs eight integers, a byte each, into `bits` bytes, the first in the lowest bits.
 
     Adjacent pairs are joined until eight integers are contiguous, for a 64-bit word at a time.
 
     Args:
-        codes: (..., W), int8, from -2^(bits-1) to 2^(bits-1) - 1, W a multiple of eight; changed.
+        codes: (..., W), int8, from -2^(bits-1) to 2^(bits-1) - 1, W a multiple of eight.
         bits: from 1 to 4.
+
+    Returns:
+        (..., W * bits / 8), uint8.
     """
     *rows, width = codes.shape
     words = codes.flatten().view(torch.int64) & _in_all((1 << bits) - 1, EIGHT)
@@ -30,7 +39,7 @@ def packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpacked(found: Tensor, bits: int) -> Tensor:
-    """Returns the integers that `packed` wrote, int8."""
+    """Returns the integers that `packed` wrote, (..., W), int8; arguments as its result."""
     bytes_8 = pad(found.unflatten(-1, (-1, bits)), (0, EIGHT - bits))
     words = bytes_8.contiguous().view(torch.int64).flatten(-2)
     for lane, held in reversed(_lanes(bits)):

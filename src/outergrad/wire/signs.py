@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from outergrad.wire.codecs import Plain
-from outergrad.wire.packing import EIGHT, packed, unpacked
+from outergrad.wire.packing import EIGHT, grouped, packed, unpacked
 
 __all__ = ["Sign"]
 
@@ -51,20 +51,16 @@ class Sign:
     def decode(self, written: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
         """Returns the rows in float32."""
         minus, magnitudes = unpacked(written[0], 1)[..., : shape[-1]], written[1].float()
-        signs = _grouped(minus.to(torch.float32)).mul_(2.0).add_(1.0)
+        signs = grouped(minus.to(torch.float32), _GROUP).mul_(2.0).add_(1.0)
         return signs.mul_(magnitudes[..., None]).flatten(-2)[..., : shape[-1]]
 
 
 def _means(sizes: Tensor) -> Tensor:
     """Returns the mean of each group, (..., groups); NaN if it is not finite."""
-    means = _grouped(sizes.mul(1 / _GROUP)).sum(dim=-1)  # a sum of huge numbers would overflow
+    means = grouped(sizes.mul(1 / _GROUP), _GROUP).sum(
+        dim=-1
+    )  # a sum of huge numbers would overflow
     if missing := -sizes.shape[-1] % _GROUP:
         means[..., -1:] *= _GROUP / (_GROUP - missing)
     most = torch.finfo(torch.bfloat16).max
     return torch.where(means.isfinite(), means.clamp_max(most), math.nan)
-
-
-def _grouped(rows: Tensor) -> Tensor:
-    """Reshapes (..., R, W) to (..., R, groups, 256), padded with zeros."""
-    missing = -rows.shape[-1] % _GROUP
-    return (pad(rows, (0, missing)) if missing else rows).unflatten(-1, (-1, _GROUP))

@@ -311,29 +311,52 @@ def test_a_whole_flush_leaves_nothing_owed(name, steps):
 
 
 def test_after_a_flush_a_whole_one_brings_the_rest():
-    def body(rank, group):
-        site = Site(og.LocalSteps(2, outer=plain, method=SIGNS, error_reset=True), rank, group)
-        site.steps(0, 5).session.flush()
-        assert site.session._exchange.compressors.owe
-        site.session.flush(whole=True)
-        assert not site.session._exchange.compressors.owe
-        site.session.detach()
-        return site.weights()
-
-    ours, theirs = run_on_lasting_groups(2, body)
-    assert all(map(torch.equal, ours, theirs))
+    flushed_alike(lambda session, rank: (session.flush(), session.flush(whole=True)))
 
 
 def test_one_site_that_asks_is_enough_where_changes_are_left():
+    flushed_alike(lambda session, rank: session.flush(whole=rank == 1))
+
+
+def flushed_alike(flush):
+    """Nothing is owed behind it, and the sites have the same weights."""
+
     def body(rank, group):
         site = Site(og.LocalSteps(2, outer=plain, method=SIGNS, error_reset=True), rank, group)
-        site.steps(0, 5).session.flush(whole=rank == 1)
+        site.steps(0, 5)
+        assert site.session._exchange.compressors.owe
+        flush(site.session, rank)
         assert not site.session._exchange.compressors.owe
         site.session.detach()
         return site.weights()
 
     ours, theirs = run_on_lasting_groups(2, body)
     assert all(map(torch.equal, ours, theirs))
+
+
+def test_a_whole_flush_counts_what_sites_owe_alike_without_new_samples():
+    """Where sites weigh by samples, and all are without any since the last exchange."""
+
+    def body(rank, group):
+        net, method = model(), og.LocalSteps(2, outer=plain, method=SIGNS, error_reset=True)
+        session = og.distribute(net, method, group=group, weighting="samples")
+        train(net, [INNER["sgd"](net.parameters())], rank, range(5))
+        session.flush()
+        (state,) = session.state_dict()["exchanges"]
+        owed = {n: m["unsent"].double() for n, m in state["own"]["memories"].items()}
+        before = copy.deepcopy(net)
+        session.flush(whole=True)
+        assert not session._exchange.compressors.owe
+        session.detach()
+        return before, owed, net
+
+    results = run_on_lasting_groups(2, body)
+    for name, p in results[0][0].named_parameters():
+        due = [owed[name].view_as(p) for _, owed, _ in results if name in owed]
+        wanted = p.detach().double() - sum(due) / 2 if due else p.detach().double()
+        for _, _, after in results:
+            found = dict(after.named_parameters())[name].detach().double()
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
 
 
 def test_a_site_that_owes_nothing_flushes_with_the_others():
