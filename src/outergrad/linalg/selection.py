@@ -84,6 +84,8 @@ def random_k(n: int, k: int, seed: int, device: torch.device | str = "cpu") -> T
         ValueError: k or n is out of its range.
     """
     _check(n, k)
+    if k == n:
+        return torch.arange(n, device=device)
     keys = _keys(seed)
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     numbers_K = torch.arange(k, device=device)

@@ -87,7 +87,12 @@ class EntriesForm:
         return self.picked(blocks_B, slot.numel).entries(values_K, slot)
 
     def picked(self, blocks_B: Tensor, numel: int) -> Picked:
-        """Returns the entries of these blocks; single ones where the last block is short."""
+        """Returns the entries of these blocks: one block if these are all of them.
+
+        Where the last block is short, some of them have a place each.
+        """
+        if len(blocks_B) == -(-numel // self.block):
+            return Picked(blocks_B[:1], numel)
         if numel % self.block == 0:
             return Picked(blocks_B, self.block)
         return Picked(entries_of(blocks_B, numel, self.block), 1)
@@ -136,25 +141,32 @@ def value_shape(count: int, *, coded: bool) -> tuple[int, ...]:
     return (rows, -(-count // rows)) if coded else (count,)
 
 
-def in_rows(values_K: Tensor) -> Tensor:
-    """Returns the values in rows for codecs, padded with zeros."""
-    rows, width = value_shape(len(values_K), coded=True)
-    return pad(values_K, (0, rows * width - len(values_K))).view(rows, width)
-
-
 def written(
-    codecs: Codecs, values_K: Tensor, dtype: torch.dtype
-) -> tuple[Tensor | Encoded, Tensor]:
-    """Returns the values as they travel, and as receivers decode them.
+    codecs: Codecs, values: Sequence[Tensor], dtypes: Sequence[torch.dtype]
+) -> list[tuple[Tensor | Encoded, Tensor]]:
+    """Returns the values of each payload as they travel, and as receivers decode them.
 
     Args:
         codecs: Codecs of the values.
-        values_K: Values, float32 or float64.
-        dtype: Dtype in which they travel without codecs.
+        values: Values of each payload, (K,), float32 or float64.
+        dtypes: Dtypes in which they travel without codecs.
     """
     if not codecs:
-        return values_K, values_K.to(dtype).to(values_K.dtype)
-    rows = in_rows(values_K)
-    (sent,) = encode_all(codecs, [rows])
-    (arrives,) = decode_all(codecs, [sent], [rows])
-    return sent, arrives.flatten()[: len(values_K)].to(values_K.dtype)
+        pairs = zip(values, dtypes, strict=True)
+        return [(values_K, values_K.to(dtype).to(values_K.dtype)) for values_K, dtype in pairs]
+    rows = [_in_rows(values_K) for values_K in values]
+    sent = encode_all(codecs, rows)  # one call for all: it is short, and there may be hundreds
+    arrives = decode_all(codecs, sent, rows)
+    whole = [
+        rows.flatten()[: len(values_K)].to(values_K.dtype)
+        for rows, values_K in zip(arrives, values, strict=True)
+    ]
+    return list(zip(sent, whole, strict=True))
+
+
+def _in_rows(values_K: Tensor) -> Tensor:
+    """Returns the values in rows for codecs, padded with zeros."""
+    rows, width = value_shape(len(values_K), coded=True)
+    if missing := rows * width - len(values_K):
+        values_K = pad(values_K, (0, missing))
+    return values_K.view(rows, width)

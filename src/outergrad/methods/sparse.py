@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, cast, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -168,6 +169,30 @@ _WHICH: dict[Select, str] = {
 }
 
 
+class _Chosen(NamedTuple):
+    """What is sent of a gradient and what is due, before codecs.
+
+    Attributes:
+        slot: The slot.
+        due_N: The gradient plus the residual, flat.
+        velocity_N: Momentum of the gradients; None without momentum correction.
+        blocks_B: Numbers of the selected blocks, sorted.
+        picked: Their entries.
+        values_K: Values of these entries.
+        finite: Whether all that is due is finite.
+        dtype: Dtype in which values travel without codecs.
+    """
+
+    slot: Slot
+    due_N: Tensor
+    velocity_N: Tensor | None
+    blocks_B: Tensor
+    picked: Picked
+    values_K: Tensor
+    finite: bool
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True)
 class _Memory:
     """Memory of one slot, flattened.
@@ -228,19 +253,28 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
 
     def compress(self, parts: Sequence[Part]) -> list[Payload]:
         """Returns the selected entries of each gradient plus its residual."""
-        return [self._compressed(*part) for part in parts]
+        chosen = [self._chosen(*part) for part in parts]
+        places = defaultdict[Codecs, list[int]](list)
+        for k, one in enumerate(chosen):
+            places[self.codecs(one.slot)].append(k)
+        payloads: dict[int, Payload] = {}
+        for codecs, alike in places.items():
+            values, dtypes = [chosen[k].values_K for k in alike], [chosen[k].dtype for k in alike]
+            for k, (sent, arrives_K) in zip(alike, written(codecs, values, dtypes), strict=True):
+                one = chosen[k]
+                if one.finite:
+                    self.keep(one.slot, one.due_N, one.velocity_N, one.picked, arrives_K)
+                payloads[k] = self._form.payload(sent, one.blocks_B, one.slot)
+        return [payloads[k] for k in range(len(chosen))]
 
-    def _compressed(self, slot: Slot, gradient: Gradient, count: int) -> Payload:
+    def _chosen(self, slot: Slot, gradient: Gradient, count: int) -> _Chosen:
         due_N, velocity_N = self.due(slot, gradient)
         finite = is_finite(due_N)
         blocks_B = self._selected(slot, due_N, count, finite=finite)
         picked = self.entries.picked(blocks_B, len(due_N))
         values_K = self.seen_by_all(picked.of(due_N), finite=finite)
         dtype = gradient.dtype if isinstance(gradient, Tensor) else values_K.dtype
-        sent, arrives_K = written(self.codecs(slot), values_K, dtype)
-        if finite:
-            self.keep(slot, due_N, velocity_N, picked, arrives_K)
-        return self._form.payload(sent, blocks_B, slot)
+        return _Chosen(slot, due_N, velocity_N, blocks_B, picked, values_K, finite, dtype)
 
     def _selected(self, slot: Slot, due_N: Tensor, count: int, *, finite: bool) -> Tensor:
         """Returns the numbers of the selected blocks, sorted; of blocks of one entry, the places.
@@ -388,7 +422,7 @@ class SharedEntries(Sketches):
         picked = self._begun[slot] = self._entries.entries.picked(blocks_B, slot.numel)
         finite, values_K = is_finite(due_N), picked.of(due_N)
         if finite:
-            _, arrives_K = written(self._entries.codecs(slot), values_K, values_K.dtype)
+            ((_, arrives_K),) = written(self._entries.codecs(slot), [values_K], [values_K.dtype])
             self._entries.keep(slot, due_N, velocity_N, picked, arrives_K)
         return self._entries.seen_by_all(values_K, finite=finite)
 
