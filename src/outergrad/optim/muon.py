@@ -59,6 +59,9 @@ class Muon(Optimizer):
         betas: Decays of Adam's two means.
         eps: Adam's smallest denominator.
         weight_decay: λ, decoupled, for all parameters.
+        dtype: Type in which the iteration is computed. By default bfloat16 on a GPU, and float32 or
+            a parameter's own on a CPU. There bfloat16 is two to four times as fast if it has units
+            for it (AVX512-BF16, AMX), and far slower if not.
 
     Raises:
         ValueError: A value is out of range, or ``matrices=True`` is said of a vector.
@@ -75,6 +78,7 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        dtype: torch.dtype | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -84,10 +88,17 @@ class Muon(Optimizer):
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
+            "dtype": dtype,
             "matrices": None,
             "stacked": False,
         }
         super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes a state, of an older version too."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("dtype", None)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, after checking its values."""
@@ -114,7 +125,7 @@ class Muon(Optimizer):
         lr, stacked = group["lr"], group["stacked"]
         for alike in _of_one_shape(params):
             directions = [_as_matrices(self._direction(group, p), stacked) for p in alike]
-            updates = newton_schulz(torch.stack(directions), group["steps"])
+            updates = newton_schulz(torch.stack(directions), group["steps"], group["dtype"])
             scale = 0.2 * max(updates.shape[-2:]) ** 0.5
             for p, update in zip(alike, updates, strict=True):
                 p.mul_(1 - lr * group["weight_decay"])
@@ -210,6 +221,9 @@ def _check(group: Mapping[str, Any]) -> None:
     for name, (holds, wanted) in ranges.items():
         if not holds:
             raise ValueError(f"Muon: {name}={group[name]!r}; use {wanted}")
+    dtype = group["dtype"]
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"Muon: dtype={dtype}; use a floating type, as torch.bfloat16")
     if group["matrices"]:
         for k, p in enumerate(group["params"]):
             if p.dim() < 2:

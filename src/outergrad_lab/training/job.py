@@ -52,13 +52,14 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "momentum": partial(SGD, momentum=0.9),
     "sign": Sign,
     "muon": partial(Muon, eps=ADAM_EPS),
+    "muon-bf16": partial(Muon, eps=ADAM_EPS, dtype=torch.bfloat16),
 }
 """Constructors that take the parameters and `lr=`; "sgd" and "sign" are without momentum."""
 
 
 def optimizer_of(name: str, model: nn.Module, lr: float) -> Optimizer:
     """Returns the optimizer of a name, a key of `OPTIMIZERS`, for a model that is trained whole."""
-    params = muon_groups(model) if name == "muon" else model.parameters()
+    params = muon_groups(model) if name.startswith("muon") else model.parameters()
     return OPTIMIZERS[name](params, lr=lr)
 
 

@@ -26,6 +26,7 @@ EXPECTED = {
     "momentum": partial(SGD, momentum=0.9),
     "sign": SignOfTheGradient,
     "muon": partial(Muon, eps=ADAM_EPS),
+    "muon-bf16": partial(Muon, eps=ADAM_EPS, dtype=torch.bfloat16),
 }
 
 
@@ -49,9 +50,10 @@ def test_an_optimizer_of_a_name(name):
     assert model[0].detach().equal(steps(EXPECTED[name]))
 
 
-def test_muon_moves_the_hidden_matrices_alone():
+@pytest.mark.parametrize("name", ["muon", "muon-bf16"])
+def test_muon_moves_the_hidden_matrices_alone(name):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    groups = optimizer_of("muon", model, 0.1).param_groups
+    groups = optimizer_of(name, model, 0.1).param_groups
     by_muon = {name for group in groups if group["matrices"] for name in group["param_names"]}
     assert by_muon == {"0.weight"}
 

@@ -70,6 +70,26 @@ def test_it_moves_matrices_as_pytorchs_own_does():
     assert (moved - wanted).norm() < 0.02 * wanted.norm()  # theirs has the 8 bits of bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_it_computes_in_a_type_that_is_named(dtype):
+    p = nn.Parameter(torch.randn(6, 4))
+    start, p.grad = p.detach().clone(), torch.randn(6, 4)
+    Muon([p], lr=0.1, momentum=0.0, dtype=dtype).step()
+    wanted = start - 0.1 * 0.2 * 6**0.5 * newton_schulz(p.grad, dtype=dtype)
+    torch.testing.assert_close(p.detach(), wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_it_takes_a_state_from_before_it_had_a_type():
+    params = [nn.Parameter(torch.randn(5, 4))]
+    optimizer = Muon(params, lr=0.1)
+    trained(optimizer, params)
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        del group["dtype"]
+    optimizer.load_state_dict(state)
+    trained(optimizer, params)
+
+
 def test_parameters_of_one_shape_move_as_each_would_alone():
     together = [nn.Parameter(torch.randn(6, 4)) for _ in range(3)]
     alone = copy.deepcopy(together)
@@ -124,6 +144,7 @@ def test_it_goes_on_to_the_bit_from_its_state():
         ({"betas": (1.0, 0.9)}, "betas"),
         ({"eps": 0.0}, "eps"),
         ({"weight_decay": -0.1}, "weight_decay"),
+        ({"dtype": torch.int32}, "dtype"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(settings, named):
