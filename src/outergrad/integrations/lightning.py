@@ -13,7 +13,7 @@ from outergrad._whole_files import told_of_pickle
 from outergrad.core.packages import how_to_install
 from outergrad.core.protocols import Method, Policy, Rules
 from outergrad.core.types import StateDict
-from outergrad.integrations._sites import SiteReader, agree_on, resume, site_state
+from outergrad.integrations._sites import SiteReader, agree_on, end_training, resume, site_state
 from outergrad.methods.local_steps import LocalSteps
 from outergrad.record.recorders import Recorders
 from outergrad.session.attach import distribute
@@ -85,9 +85,9 @@ class OutergradStrategy(DDPStrategy):
         self._saved = None
 
     def on_train_end(self) -> None:
-        """Shares what `og.LocalSteps` has not shared yet."""
+        """Shares what `og.LocalSteps` has not shared yet, and what its sites owe."""
         if self.session is not None:
-            self.session.flush()
+            end_training(self.session, self._method)
 
     def teardown(self) -> None:
         """Detaches the session at the end of a run, also after an error."""

@@ -12,7 +12,7 @@ from outergrad._whole_files import save_whole
 from outergrad.core.packages import how_to_install
 from outergrad.core.protocols import Method, Policy, Rule, Rules, TapFn
 from outergrad.core.types import Call, Factors, Slot
-from outergrad.integrations._sites import agree_on, resume, site_state
+from outergrad.integrations._sites import agree_on, end_training, resume, site_state
 from outergrad.layers import RULES as TORCH_RULES
 from outergrad.layers._common import join, rows_of
 from outergrad.methods.local_steps import LocalSteps
@@ -165,9 +165,9 @@ class _Events(transformers.TrainerCallback):
         save_whole(site_path(folder, args.process_index), saved)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Shares what `og.LocalSteps` has not shared yet, after the last step."""
+        """Shares what `og.LocalSteps` has not shared and its sites owe, after the last step."""
         if control.should_training_stop and self._trainer.session is not None:
-            self._trainer.session.flush()
+            end_training(self._trainer.session, self._trainer._method)
 
     on_epoch_end = on_step_end
     """An evaluation at the end of an epoch may have stopped the training."""

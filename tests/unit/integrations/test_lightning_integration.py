@@ -22,6 +22,9 @@ METHODS: dict[str, Any] = {
     "rank-dad": og.RankDAD(rank=2),
     "sparse": og.Sparse(density=0.1, always=True),
     "local-steps": og.LocalSteps(3),
+    "error-reset": og.LocalSteps(
+        2, method=og.Sparse(density=0.1, select="random", always=True), error_reset=True
+    ),
 }
 
 
@@ -171,6 +174,25 @@ def raising(folder: Path) -> tuple[str, bool, int, Any]:
     return said, plain, made.current_epoch, again["weights"]
 
 
+def owed_at_the_end(folder: Path) -> list[bool]:
+    """Whether this site owes anything: while it trains, and at the end."""
+    from lightning.pytorch.callbacks import Callback
+
+    class Owed(Callback):
+        def __init__(self) -> None:
+            self.found: list[bool] = []
+
+        def note(self, trainer: Any, *_: Any) -> None:
+            self.found.append(trainer.strategy.session._exchange.compressors.owe)
+
+        on_train_epoch_end = on_fit_end = note
+
+    owed = Owed()
+    made = trainer(folder, outergrad(METHODS["error-reset"]), callbacks=[owed], max_epochs=1)
+    fit(made, module())
+    return owed.found
+
+
 def own_data(folder: Path) -> tuple[set[int], int]:
     """Each site has texts of its own, and another number of them."""
     mine = Texts(8 + 6 * torch.distributed.get_rank(), seed=torch.distributed.get_rank())
@@ -208,7 +230,15 @@ def without_files(folder: Path) -> list[str]:
     return said
 
 
-SCENES = [early_stop, saved_model, raising, own_data, unlike_courses, without_files]
+SCENES = [
+    early_stop,
+    saved_model,
+    raising,
+    owed_at_the_end,
+    own_data,
+    unlike_courses,
+    without_files,
+]
 
 
 @pytest.fixture(scope="module")
@@ -243,6 +273,10 @@ def test_training_resumed_is_training_to_the_bit(sites, name):
 def test_sites_end_with_the_same_weights(sites, name):
     for parameter, weight in sites[0][name]["weights"].items():
         assert torch.equal(sites[1][name]["weights"][parameter], weight)
+
+
+def test_a_training_ends_with_all_that_the_sites_owe(sites):
+    assert [found["owed_at_the_end"] for found in sites] == [[True, False]] * 2
 
 
 def test_nothing_is_sent_while_gradients_accumulate(sites):

@@ -26,6 +26,9 @@ METHODS: dict[str, Any] = {
     "rank-dad": og.RankDAD(rank=2),
     "sparse": og.Sparse(density=0.1, always=True),
     "local-steps": og.LocalSteps(2),
+    "error-reset": og.LocalSteps(
+        2, method=og.Sparse(density=0.1, select="random", always=True), error_reset=True
+    ),
 }
 
 
@@ -159,6 +162,26 @@ def raising(folder: Path) -> tuple[str, bool, SimpleNamespace]:
     return said, plain, run(made)
 
 
+def owed_at_the_end(folder: Path) -> list[bool]:
+    """Whether this site owes anything: while it trains, and at the end."""
+    from transformers import TrainerCallback
+
+    class Owed(TrainerCallback):
+        def __init__(self) -> None:
+            self.found: list[bool] = []
+
+        def note(self, *_: Any, **__: Any) -> None:
+            self.found.append(made.session._exchange.compressors.owe)
+
+        on_evaluate = on_train_end = note
+
+    owed = Owed()
+    options = {"callbacks": [owed], "max_steps": 3, "save_strategy": "no"}
+    made = trainer(folder, METHODS["error-reset"], **options)
+    made.train()
+    return owed.found
+
+
 def own_data(folder: Path) -> dict[str, Any]:
     """Each site has texts that the other one has not, and another number of them."""
     rank = torch.distributed.get_rank()
@@ -214,7 +237,16 @@ def recorded(folder: Path) -> list[str]:
     return [json.loads(line) for line in lines]
 
 
-SCENES = [last_checkpoint, saved_model, raising, own_data, unlike_courses, without_a_file, recorded]
+SCENES = [
+    last_checkpoint,
+    saved_model,
+    raising,
+    owed_at_the_end,
+    own_data,
+    unlike_courses,
+    without_a_file,
+    recorded,
+]
 
 
 @pytest.fixture(scope="module")
@@ -278,6 +310,13 @@ def test_a_callback_stops_training_and_the_last_checkpoint_goes_on(sites):
         stopped, resumed = found["last_checkpoint"]
         assert len(stopped.losses) == 4
         assert_ends_alike(resumed, found["rank-dad"])
+
+
+def test_a_training_ends_with_all_that_the_sites_owe(sites):
+    for found in sites:
+        in_training, *_, at_the_end = found["owed_at_the_end"]
+        assert in_training
+        assert not at_the_end
 
 
 def test_what_is_saved_is_plain(sites):
