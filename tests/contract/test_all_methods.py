@@ -64,6 +64,15 @@ REMEMBERS_ALL = {
     "sparse, signs": og.Sparse(
         density=0.1, select="random_blocks", block=4, wire=og.wire.Sign(), always=True
     ),
+    "sparse, signs, two ways": og.Sparse(
+        density=0.1,
+        select="random_blocks",
+        block=4,
+        wire=og.wire.Sign(),
+        vectors=og.wire.Sign(),
+        reduce="two_way",
+        always=True,
+    ),
     "sparse, all in signs": og.Sparse(
         density=0.1, wire=og.wire.Sign(), vectors=og.wire.Sign(), always=True
     ),

@@ -47,6 +47,14 @@ METHODS: dict[str, Any] = {
     "sparse, random, in signs": og.Sparse(
         density=0.3, select="random_blocks", block=4, wire=wire.Sign(), vectors=wire.Sign()
     ),
+    "sparse, random, in signs, two ways": og.Sparse(
+        density=0.3,
+        select="random_blocks",
+        block=4,
+        wire=wire.Sign(),
+        vectors=wire.Sign(),
+        reduce="two_way",
+    ),
     "signs": Signs(),
     "schedule": og.Schedule(
         {0: og.Sparse(density=0.3), 2: og.RankDAD(rank=1), 5: og.DAD(), 7: og.Sparse(density=0.1)}

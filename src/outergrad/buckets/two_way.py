@@ -1,4 +1,4 @@
-"""Triplets sent to one owner that merges them, and merged triplets sent to all."""
+"""Payloads sent to one owner that merges them, and merged payloads sent to all."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from outergrad.buckets.bucket import Gathered, Load, Pending, Result, StepContex
 from outergrad.buckets.message import BookedLayout, RowBucket, book_received, sums_of_extras
 from outergrad.core.compressor import Compressor
 from outergrad.core.errors import ExchangeError, RefusedError
-from outergrad.core.payload import Arrived
-from outergrad.core.reasons import Why
+from outergrad.core.payload import Arrived, Payload
 from outergrad.core.transport import Comm, TwoRounds, Work
-from outergrad.core.types import Factors, Slot
+from outergrad.core.types import Slot
 from outergrad.linalg.gradients import add_gradients
 from outergrad.messages.checksum import combined
 from outergrad.messages.layout import Layout, gradients_of
@@ -28,10 +27,10 @@ step may then match the receives that were posted for them."""
 
 
 class TwoWayBucket(RowBucket):
-    """Units whose triplets go from each site to the owner of the slot, and merged ones to all.
+    """Units whose payloads go from each site to the owner of the slot, and merged ones to all.
 
     The paper's star with an aggregator, but every site is the aggregator of some slots. A site
-    sends about 2 (S - 1) / S times its triplets, as in an all-reduce, in two delays instead of the
+    sends about 2 (S - 1) / S times its payloads, as in an all-reduce, in two delays instead of the
     four of two sketches. In the first round every site hears from every other, even if only its
     preamble. So all sites know alike whether there is a second round.
 
@@ -42,7 +41,7 @@ class TwoWayBucket(RowBucket):
     Args:
         index: as of `RowBucket`.
         loads: as of `RowBucket`.
-        compressor: makes the triplets; its merger does the owners' work.
+        compressor: makes the payloads; its merger does the owners' work.
         extras: as of `RowBucket`.
         owners: the site that sums each extra, and that merges each slot for which the merger names
             no owner.
@@ -67,7 +66,7 @@ class TwoWayBucket(RowBucket):
     @property
     def travels(self) -> str:
         """Name of the payloads in statistics."""
-        return Why.LOW_RANK.value
+        return self._compressor.why.value
 
     @property
     def is_kept(self) -> bool:
@@ -92,7 +91,7 @@ class TwoWayBucket(RowBucket):
             context.comm.expect(merged, turn, lane=_SECOND_LANE)
 
     def start(self, context: StepContext) -> Pending:
-        """Computes and packs this site's triplets and starts to send them to their owners."""
+        """Computes and packs this site's payloads and starts to send them to their owners."""
         return _TwoWayPending(self, context)
 
     def in_pieces(self, comm: Comm) -> bool:
@@ -220,8 +219,8 @@ class _TwoWayPending(Pending):
         compress_s = time.perf_counter() - began
         self._context.layers.book(layout.sent(others), compress_s=compress_s)
 
-    def _merged_rows(self, piece: Piece, parts_S: Sequence[Arrived | None]) -> Factors:
-        parts = [part for part in parts_S if isinstance(part, Factors)]
+    def _merged_rows(self, piece: Piece, parts_S: Sequence[Arrived | None]) -> Payload:
+        parts = [part for part in parts_S if part is not None]
         sites = self._context.comm.world_size
         return self._bucket.merger.merge(piece.slot, parts, piece.rows, sites)
 

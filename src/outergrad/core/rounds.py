@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from outergrad.core.payload import FACTOR_ROWS, Arrived, Form, Payload
-from outergrad.core.types import Factors, Gradient, Part, Slot
+from outergrad.core.types import Gradient, Part, Slot
 from outergrad.wire import Codec
 
 
@@ -103,7 +103,7 @@ class Sketches(Protocol):
 
 
 class Merger(Protocol):
-    """Merges rows of several sites into as many rows as a single site sends."""
+    """Merges rows, or entries, of several sites into as many as a single site sends."""
 
     def owner(self, slot: Slot) -> int | None:
         """Returns the site that merges the slot in this step; None for the plan's fixed owner."""
@@ -113,10 +113,14 @@ class Merger(Protocol):
         """R of the merged rows, from the row count of every site; 0 if all are 0."""
         ...
 
-    def merge(self, slot: Slot, parts: Sequence[Factors], rows: int, sites: int) -> Factors:
-        """Returns the mean over `sites` sites as factors of so many rows.
+    def merged_bytes(self, slot: Slot, rows: int) -> int:
+        """Approximate size in bytes of so many merged rows, to share slots out among owners."""
+        return 4 * rows * slot.groups * (slot.inputs + slot.outputs)
 
-        `parts` has no factors of sites without rows. With error feedback, the lost part of the mean
-        is kept for the next step.
+    def merge(self, slot: Slot, parts: Sequence[Arrived], rows: int, sites: int) -> Payload:
+        """Returns the mean over `sites` sites as a payload of so many rows.
+
+        `parts` has nothing of sites without rows. With error feedback, the lost part of the mean is
+        kept for the next step.
         """
         ...

@@ -35,10 +35,10 @@ class Picked(NamedTuple):
         """Returns the entries, (K,)."""
         return flat_N.view(-1, self.block)[self.places_B].view(-1)
 
-    def subtract(self, values_K: Tensor, flat_N: Tensor) -> None:
-        """Subtracts values from the entries, in place."""
+    def add(self, values_K: Tensor, flat_N: Tensor, times: float = 1) -> None:
+        """Adds values to the entries, in place."""
         of_blocks = values_K.view(-1, self.block)
-        flat_N.view(-1, self.block).index_add_(0, self.places_B, of_blocks, alpha=-1)
+        flat_N.view(-1, self.block).index_add_(0, self.places_B, of_blocks, alpha=times)
 
     def cleared(self, flat_N: Tensor) -> Tensor:
         """Returns a copy in which the entries are zero."""

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from outergrad.core.coding import Codecs, Wire, drops, nbytes
-from outergrad.core.payload import Entries, Payload
+from outergrad.core.payload import Arrived, Entries, Payload
 from outergrad.core.reasons import Why
-from outergrad.core.rounds import Sketches
+from outergrad.core.rounds import Merger, Sketches
+from outergrad.core.transport import Capability
 from outergrad.core.types import (
     Factors,
     Gradient,
@@ -89,6 +90,11 @@ class Sparse(Settings):
         vectors: Codecs of `og.wire` for biases, norms and other vectors, all of whose entries are
             sent in every step. Choose them where so few bytes are sent that vectors in float32 are
             a large part of them.
+        reduce: How values in few bits of drawn entries travel. "gather": each site sends its own to
+            all others. "two_way": each site sends them to a layer's owner, which sends their mean,
+            in the same bits, to all. Choose it among three and more sites: a site then sends up to
+            twice its values, however many sites there are, where "gather" sends them to S - 1. With
+            error feedback the owner sends later what it rounds.
         always: Sends entries even where the dense gradient is fewer bytes.
         bucket_bytes: Payload of one message, bytes, before the next layer opens another.
         every: k: gradients are shared at every k-th synchronised backward pass only. Until then
@@ -104,6 +110,7 @@ class Sparse(Settings):
     seed: int = 0
     wire: Wire = ()
     vectors: Wire = ()
+    reduce: Literal["gather", "two_way"] = "gather"
     always: bool = False
     bucket_bytes: int = 1 << 16
     every: int = 1
@@ -119,6 +126,10 @@ class Sparse(Settings):
         require(self.warmup >= 0, self, "warmup", "a number of steps, 0 for none")
         picks = any(codec.picks for codec in self.codecs)
         require(not picks, self, "wire", "codecs that keep all values: density= leaves some out")
+        require(self.reduce in ("gather", "two_way"), self, "reduce", "'gather' or 'two_way'")
+        merges = self.draws and drops(self.codecs)
+        places = "'gather', or random entries in a wire that drops numbers, as og.wire.Sign()"
+        require(merges or self.reduce == "gather", self, "reduce", places)
         gathers = not self.vectors or not self.sums
         why = f"(), or a wire that drops numbers: select={self.select!r} adds up what is sent"
         require(gathers, self, "vectors", why)
@@ -220,7 +231,10 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
         self.form = self._form = drawn if settings.draws else self.entries
         self._memories = ByPlace[_Memory](lambda memory: memory)
         self.sketches = SharedEntries(self) if settings.sums else None
-        self.way = Route.REDUCE if settings.sums else Route.GATHER
+        self.way = Route.REDUCE if settings.sums else Route(settings.reduce)
+        if self.way == Route.TWO_WAY:
+            self.merger = MergedEntries(self)
+            self.needs = frozenset({Capability.ALL_TO_ALL})
         self._drawn: dict[tuple[Place, int, torch.device], Tensor] = {}
         """Blocks that were drawn in this step."""
         self.steps, self.phase = 0, settings.density_at(0)
@@ -337,10 +351,19 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
         """
         if not self.settings.error_feedback:
             return
-        picked.subtract(arrives_K, due_N)
+        picked.add(arrives_K, due_N, -1)
         if velocity_N is not None:
             velocity_N = picked.cleared(velocity_N)
         self._memories[slot] = _Memory(due_N, velocity_N)
+
+    def keep_loss(self, slot: Slot, lost_K: Tensor, sent: Entries) -> None:
+        """Adds to the residual of this step what was lost of entries that this site has merged."""
+        if not (self.settings.error_feedback and is_finite(lost_K)):
+            return
+        memory = self._memories.latest(slot) or _Memory(lost_K.new_zeros(slot.numel))
+        residual_N = memory.residual_N.clone()
+        Picked(sent.places_B, sent.block).add(lost_K.to(residual_N.dtype), residual_N)
+        self._memories[slot] = replace(memory, residual_N=residual_N)
 
     def commit(self, *, applied: bool) -> None:
         """Keeps the step's memories and counts it if it is applied, else discards them."""
@@ -379,7 +402,8 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
     def reveals(self, unit: Unit) -> str:
         """Returns what other sites learn from the unit, for the coverage table."""
         which = "a few" if self.settings.draws else "its largest"
-        return f"this site's gradient, {which} entries"
+        whom = ": the layer's owner; others the mean" if self.way == Route.TWO_WAY else ""
+        return f"this site's gradient, {which} entries{whom}"
 
     def amount(self, unit: Unit) -> str:
         """Returns the density of the next step and the selection, for the coverage table."""
@@ -429,3 +453,31 @@ class SharedEntries(Sketches):
     def end(self, slot: Slot, z: Tensor, sites: int) -> Entries:
         """Returns the mean over the sites at the places."""
         return self._begun.pop(slot).entries(widened(z) / sites, slot)
+
+
+class MergedEntries(Merger):
+    """Means of entries that all sites have drawn, made by the owner of a layer.
+
+    All sites lack what its encoding loses, but one remembers it: it counts S times, as the mean
+    divides by S.
+    """
+
+    def __init__(self, entries: SparseCompressor) -> None:
+        self._entries = entries
+
+    def merged_rows(self, slot: Slot, rows_S: Sequence[int]) -> int:
+        """Returns K, as many as each site sends."""
+        return self._entries.count(slot) if any(rows_S) else 0
+
+    def merged_bytes(self, slot: Slot, rows: int) -> int:
+        """Returns the bytes of the values."""
+        return self._entries.payload_bytes(slot, rows)
+
+    def merge(self, slot: Slot, parts: Sequence[Arrived], rows: int, sites: int) -> Payload:
+        """Returns the mean of the values, in the same codecs."""
+        entries = [part for part in parts if isinstance(part, Entries)]
+        total_K = sum((part.values_K for part in entries[1:]), entries[0].values_K)
+        mean_K = widened(total_K) / sites
+        ((sent, arrives_K),) = written(self._entries.codecs(slot), [mean_K], [mean_K.dtype])
+        self._entries.keep_loss(slot, sites * (mean_K - arrives_K), entries[0])
+        return [sent]

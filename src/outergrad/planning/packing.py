@@ -145,8 +145,7 @@ class Packer:
     def _merged_bytes(self, unit: Unit, slot: Slot) -> int:
         merger = self._compressors[unit].merger
         assert merger is not None
-        rows = merger.merged_rows(slot, [slot.outputs])
-        return 4 * rows * slot.groups * (slot.inputs + slot.outputs)
+        return merger.merged_bytes(slot, merger.merged_rows(slot, [slot.outputs]))
 
     def sketched_in(self, load: Load) -> torch.dtype:
         """Returns the dtype in which the sketches of a unit are computed."""

@@ -274,6 +274,7 @@ FLUSHED = {
     **{f"{name}, reset": (low, {"k": 2, "error_reset": True}) for name, low in LOW_RANK.items()},
     "signs, reset": (replace(SIGNS, vectors=og.wire.Sign()), {"k": 2, "error_reset": True}),
     "signs": (SIGNS, {"k": 2}),
+    "signs, two ways": (replace(SIGNS, reduce="two_way"), {"k": 2, "error_reset": True}),
     "signs, streams": (SIGNS, {"k": 4, "stream": 2, "error_reset": True}),
     "signs, overlap": (SIGNS, {"k": 4, "overlap": 1, "error_reset": True}),
 }

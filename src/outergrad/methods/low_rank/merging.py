@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from outergrad.core.coding import Codecs, Encoded, Field, decode_all, encode_all, received
-from outergrad.core.payload import EncodedRows, FactorRows
+from outergrad.core.payload import Arrived, EncodedRows, FactorRows
+from outergrad.core.rounds import Merger
 from outergrad.core.types import Factors, Gradient, Part, Slot, Unit, bias_slot
 from outergrad.linalg.low_rank import LowRank, merge, small_core
 from outergrad.linalg.outer import added, formed, product_of, stack
@@ -179,7 +180,7 @@ def _as_bias(row: Tensor | Encoded) -> Tensor | Encoded:
     return row[0] if isinstance(row, Tensor) else Encoded([t[0] for t in row.written])
 
 
-class Merging:
+class Merging(Merger):
     """Merges triplets at the owner of a layer, and keeps what that discards as its residual.
 
     All sites lack it, but one remembers it: it counts S times, as the mean divides by S.
@@ -204,10 +205,14 @@ class Merging:
         rank = self._settings.rank if self._budget is None else self._budget.rows(slot, 0)
         return min(rank, slot.outputs, slot.inputs, sum(rows_S))
 
-    def merge(self, slot: Slot, parts: Sequence[Factors], rows: int, sites: int) -> Factors:
+    def merge(self, slot: Slot, parts: Sequence[Arrived], rows: int, sites: int) -> Factors:
         """Returns the leading triplets of the mean, and the mean of the bias gradients."""
+        triplets = [part for part in parts if isinstance(part, Factors)]
         if slot.vector:
-            return self._vectors.merged(slot, parts, sites)
+            return self._vectors.merged(slot, triplets, sites)
+        return self._leading(slot, triplets, rows, sites)
+
+    def _leading(self, slot: Slot, parts: Sequence[Factors], rows: int, sites: int) -> Factors:
         found = merge(parts, rows + self._settings.kept_triplets, weights=[1 / sites] * len(parts))
         if self._settings.error_feedback:
             self._remember(slot, parts, found, rows, sites)
