@@ -26,8 +26,8 @@ METHODS = {
     ),
     "`og.Sparse()`": og.Sparse(density=0.01, always=True),
     '`og.Sparse(select="random")`': og.Sparse(density=0.01, select="random", always=True),
-    '`og.Sparse(select="random", wire=og.wire.Sign())`, or a like codec': og.Sparse(
-        density=0.01, select="random", wire=og.wire.Sign(), always=True
+    '`og.Sparse(select="random", wire=og.wire.Sign())`, or a like codec, gathered or merged': (
+        og.Sparse(density=0.01, select="random", wire=og.wire.Sign(), always=True)
     ),
     "an embedding with `og.DAD()`, or with `og.RankDAD()` that gathers or merges": og.DAD(
         always=True

@@ -402,8 +402,7 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
     def reveals(self, unit: Unit) -> str:
         """Returns what other sites learn from the unit, for the coverage table."""
         which = "a few" if self.settings.draws else "its largest"
-        whom = ": the layer's owner; others the mean" if self.way == Route.TWO_WAY else ""
-        return f"this site's gradient, {which} entries{whom}"
+        return f"this site's gradient, {which} entries"
 
     def amount(self, unit: Unit) -> str:
         """Returns the density of the next step and the selection, for the coverage table."""

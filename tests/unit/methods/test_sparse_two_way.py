@@ -114,16 +114,3 @@ def test_an_owner_without_a_gradient_owes_what_it_rounds():
 def test_owners_merge_drawn_values_in_few_bits_alone(settings):
     with pytest.raises(ValueError, match="Sparse: reduce="):
         og.Sparse(**settings)
-
-
-def test_who_sees_what_is_told():
-    def body(rank, group):
-        net = nn.Linear(64, 32)
-        session = og.distribute(net, MERGED, group=group)
-        net(torch.ones(1, 64)).sum().backward()
-        table = session.coverage()
-        session.detach()
-        return [line.reveals for line in table if line.parameter == "weight"]
-
-    for told in run_on_lasting_groups(3, body):
-        assert told == ["this site's gradient, a few entries: the layer's owner; others the mean"]
