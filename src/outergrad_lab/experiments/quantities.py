@@ -92,6 +92,7 @@ QUANTITIES = {
     "steps_to": Quantity("steps to the reference's loss", decimals=0),
     "fewer_near": Quantity("fewer bytes than dense to nearly its loss", "\N{MULTIPLICATION SIGN}"),
     "seconds": Quantity("time in steps", "s"),
+    "seconds_near": Quantity("time to nearly dense's loss", "s"),
     "step_s": Quantity("time of a step", "s"),
     "compute_s": Quantity("time of computing in a step", "s"),
     "error": Quantity("relative error"),

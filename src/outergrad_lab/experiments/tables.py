@@ -14,6 +14,7 @@ import numpy as np
 from outergrad._whole_files import write_whole
 from outergrad.core.packages import require
 from outergrad.launch.errors import RecipeError
+from outergrad.launch.links import parse_link
 from outergrad_lab.experiments.asked import chosen, groups, in_order, names
 from outergrad_lab.experiments.frames import (
     HEADINGS,
@@ -58,11 +59,13 @@ class Against:
         reference: A method.
         dense: The method that sends whole gradients.
         within: Largest relative distance to its loss that counts as near.
+        links: Links over which the time until then is told, as 100mbit: a row for each.
     """
 
     reference: str
     dense: str = "ddp"
     within: float = 0.005
+    links: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ class Course:
         losses: Losses of the tests.
         steps: Steps until the last test.
         runs: Number of runs that it is the mean of.
+        compute_s: Least processor time of a step, in seconds: other programs can only have raised
+            it.
     """
 
     method: str
@@ -82,6 +87,7 @@ class Course:
     losses: Floats = field(repr=False)
     steps: int
     runs: int
+    compute_s: float
 
     @property
     def last(self) -> float:
@@ -110,15 +116,19 @@ def verdicts(
 ) -> DataFrame:
     """Returns a row per workload, number of sites, optimizer and method, or family.
 
-    Columns are `workload`, `sites`, `optimizer`, `method`, `family`, `kind` and `VERDICTS`: the
-    last test loss and bytes per step; `loss_gap` to dense; `gap_share`, that gap over the
+    Columns are `workload`, `sites`, `optimizer`, `method`, `family`, `kind`, `link` and `VERDICTS`:
+    the last test loss and bytes per step; `loss_gap` to dense; `gap_share`, that gap over the
     reference's; `steps_to`, the steps until the reference's last loss; `bytes_share`, the bytes
     until then over all bytes of the reference; and `fewer_near`, the ratio of all bytes of dense to
-    the bytes until the loss is near that of dense. In a family the best of its methods counts, and
-    for loss and gap the best that sends no more than the reference. Methods with fewer seeds than
-    the reference do not count there. Without results of dense or of the reference there is no row.
-    Courses are means over the seeds that have run. A loss counts as reached once no later test is
-    above it, on the line between the two tests where that begins; before the first test none is.
+    the bytes until the loss is near that of dense. With `links` a row stands for each link, with
+    `seconds_near`: computing until the loss is near that of dense, and the bytes until then over
+    the rate of the link; nothing overlaps, and there are no delays.
+
+    In a family the best of its methods counts, and for loss and gap the best that sends no more
+    than the reference. Methods with fewer seeds than the reference do not count there. Without
+    results of dense or of the reference there is no row. Courses are means over the seeds that have
+    run. A loss counts as reached once no later test is above it, on the line between the two tests
+    where that begins; before the first test none is.
     """
     from pandas import DataFrame
 
@@ -131,10 +141,11 @@ def verdicts(
                 courses = [course for course in courses if course.runs >= one.runs]
             own = [_against(course, one, other, against.within) for course in courses]
             own = _by_family(own, one) if by_family else own
+            own = [row | over for row in own for over in _over_links(row, against.links)]
             place = {"workload": workload, "sites": sites, "optimizer": optimizer}
             found += [{**place, **row} for row in own]
-    columns = ("kind", "workload", "sites", "optimizer", "method", "family", "seed", *VERDICTS)
-    return DataFrame(found).reindex(columns=list(columns))
+    columns = ("kind", "workload", "sites", "optimizer", "method", "family", "seed", "link")
+    return DataFrame(found).reindex(columns=[*columns, *VERDICTS, "seconds_near"])
 
 
 def _courses(results: Iterable[Result]) -> dict[tuple[str, int, str], list[Course]]:
@@ -158,7 +169,9 @@ def _mean(method: str, runs: Sequence[Result]) -> Course | None:
         for name in ("sent_bytes", "loss")
     )
     known = bool(np.isfinite([sent[-1], losses[-1]]).all())
-    return Course(method, sent, losses, tests[0][-1]["step"], len(runs)) if known else None
+    computing = min((run.get("compute_s") or math.nan for run in runs), default=math.nan)
+    steps = tests[0][-1]["step"]
+    return Course(method, sent, losses, steps, len(runs), computing) if known else None
 
 
 def _against(course: Course, reference: Course, dense: Course, within: float) -> dict[str, Any]:
@@ -177,7 +190,21 @@ def _against(course: Course, reference: Course, dense: Course, within: float) ->
         "bytes_share": reached / reference.sent_bytes[-1],
         "steps_to": reached / course.step_bytes,
         "fewer_near": dense.sent_bytes[-1] / near if near else math.nan,
+        "near_bytes": near,
+        "near_compute_s": near / course.step_bytes * course.compute_s,
     }
+
+
+def _over_links(row: Mapping[str, Any], links: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns for each link the time of a row; an empty row without links."""
+    rates = {link: parse_link(link).rate_bit_per_s for link in links}
+    if None in rates.values():
+        raise RecipeError(f"links: {', '.join(links)}: one has no rate; use such as 100mbit")
+    return [
+        {"link": link, "seconds_near": row["near_compute_s"] + 8 * row["near_bytes"] / rate}
+        for link, rate in rates.items()
+        if rate is not None
+    ] or [{}]
 
 
 def _by_family(rows: Sequence[dict[str, Any]], reference: Course) -> list[dict[str, Any]]:

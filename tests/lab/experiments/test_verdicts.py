@@ -9,6 +9,7 @@ from made_up_results import a_test, training
 
 pytest.importorskip("pandas")
 
+from outergrad.launch.errors import RecipeError
 from outergrad_lab.experiments.asked import ask
 from outergrad_lab.experiments.tables import verdicts, write_tables
 
@@ -131,3 +132,18 @@ def test_of_seeds_the_one_with_the_least_computing_tells_the_seconds():
     assert points["seconds"].to_list() == pytest.approx([20 * (0.5 + 8 * 10 / 1e6)] * 2)
     asked = ask(wanted, [run("ddp", [4.0], 1) | {"compute_s": s} for s in (0.75, 0.5)])
     assert asked.points["seconds"].to_list() == pytest.approx([10 * (0.5 + 8 / 1e6)] * 2)
+
+
+def test_over_a_link_computing_and_bytes_until_nearly_denses_loss_take_time():
+    slower = [result | {"compute_s": 9.0} for result in RESULTS]  # beside other programs
+    asked = {**AGAINST, "links": ["1mbit", "10kbit"]}
+    for found in (verdicts(RESULTS, asked), verdicts([*slower, *RESULTS], asked)):
+        rows = {(row["method"], row["link"]): row["seconds_near"] for _, row in found.iterrows()}
+        assert rows["rank-dad:budget=1/64", "1mbit"] == pytest.approx(30 * (0.5 + 8 * 50 / 1e6))
+        assert rows["rank-dad:budget=1/64", "10kbit"] == pytest.approx(30 * (0.5 + 8 * 50 / 1e4))
+        assert math.isnan(rows["demo", "1mbit"])
+
+
+def test_a_link_without_a_rate_is_refused():
+    with pytest.raises(RecipeError, match="has no rate"):
+        verdicts(RESULTS, {**AGAINST, "links": ["none"]})
