@@ -181,7 +181,7 @@ _WHICH: dict[Select, str] = {
 
 
 class _Chosen(NamedTuple):
-    """What is sent of a gradient and what is due, before codecs.
+    """Values of one gradient that are sent, and all that is due, before codecs.
 
     Attributes:
         slot: The slot.
