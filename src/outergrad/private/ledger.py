@@ -166,12 +166,12 @@ class Ledger:
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """What was released, in order, equal releases together."""
+        """All releases in order, equal ones that follow each other together."""
         return tuple(self._runs)
 
     @property
     def steps(self) -> int:
-        """How many steps were released."""
+        """Number of released steps."""
         return sum(run.steps for run in self._runs)
 
     # -- counting ---------------------------------------------------------------------------------

@@ -185,17 +185,16 @@ class CollateEmpty:
 
     Args:
         dataset: of the loader.
-        collate_fn: for batches that have rows; it stacks them along the first dimension.
+        collate_fn: for batches that have rows; it stacks them along the first dimension. PyTorch's
+            default if None.
 
     Raises:
         TypeError: a batch has parts, other than tensors and texts, that cannot be cut; when it is
             empty.
     """
 
-    def __init__(
-        self, dataset: Any, collate_fn: Callable[[list[Any]], Any] = default_collate
-    ) -> None:
-        self.dataset, self.collate_fn = dataset, collate_fn
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None) -> None:
+        self.dataset, self.collate_fn = dataset, collate_fn or default_collate
 
     def __call__(self, rows: list[Any]) -> Any:
         """Returns a batch of these rows."""

@@ -23,7 +23,7 @@ _OBSERVERS: dict[str, tuple[Observer, Sums]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyQuestion:
-    """What a training has to keep, and how long it is.
+    """Budget of privacy and length of a training.
 
     Attributes:
         epsilon: ε against whoever gets the model.
@@ -85,7 +85,7 @@ class PrivacyPlan:
 
     @property
     def sentence(self) -> str:
-        """What it takes, in words."""
+        """The noise that it takes, in words."""
         asked = self.question
         return (
             f"ε = {asked.epsilon:g} at δ = {asked.delta:g} against whoever gets the model takes "
