@@ -71,12 +71,12 @@ class Parts:
         """Returns the states of all parts, which of them are local, and the random streams.
 
         Local state, which no other site may get, is listed as names in the model, indices in the
-        optimizer, and names of generators.
+        optimizer, and names of generators and of parts that have `own_to_site`.
         """
-        generators = [n for n, part in self._parts.items() if isinstance(part, torch.Generator)]
+        own = [name for name, part in self._parts.items() if _is_own(part)]
         return {
             "parts": {name: _state(part) for name, part in self._parts.items()},
-            "own": {"model": sorted(self._local), "optimizer": self._slots(), "parts": generators},
+            "own": {"model": sorted(self._local), "optimizer": self._slots(), "parts": own},
             "random": random_state(),
         }
 
@@ -96,10 +96,9 @@ class Parts:
             ValueError: other parts were saved, or they do not fit.
         """
         for name, part in self._parts.items():
-            generator = isinstance(part, torch.Generator)
             if name in states:
                 self._load_one(name, part, states[name], new=new)
-            elif not (new and generator):
+            elif not (new and _is_own(part)):
                 raise ValueError(
                     f"the checkpoint holds {', '.join(sorted(states))}, but no {name!r}: save and "
                     f"restore the same parts"
@@ -131,6 +130,11 @@ def for_a_new_site(states: StateDict, own: StateDict) -> StateDict:
         kept = {k: v for k, v in found["optimizer"]["state"].items() if k not in own["optimizer"]}
         found["optimizer"] = {**found["optimizer"], "state": kept}
     return found
+
+
+def _is_own(part: Saveable) -> bool:
+    """True if the state of a part is a secret of its site, as the seed of what it draws."""
+    return isinstance(part, torch.Generator) or getattr(part, "own_to_site", False)
 
 
 def _state(part: Saveable) -> Any:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 REQUIREMENTS = {
     "accelerate": "accelerate>=1.15",
     "cryptography": "cryptography>=42",
+    "dp_accounting": "dp-accounting>=0.6",
     "filelock": "filelock>=3",
     "grpc": "grpcio>=1.60",
     "jinja2": "jinja2>=3.1",

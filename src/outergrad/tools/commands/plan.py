@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -15,6 +15,7 @@ from outergrad.launch.links import parse_link, parse_rate
 from outergrad.tools.commands.model_options import Model, Rows
 from outergrad.tools.commands.options import METHOD_HELP
 from outergrad.tools.plan.forecast import Forecast, Question, forecast
+from outergrad.tools.plan.privacy import PrivacyPlan, PrivacyQuestion, privacy_plan
 from outergrad.tools.plan.table import (
     about_dense,
     layer_tables,
@@ -65,6 +66,21 @@ Seconds = Annotated[
     ),
 ]
 PerLayer = Annotated[bool, typer.Option("--layers", help="Show what every layer sends, too.")]
+Epsilon = Annotated[
+    float | None,
+    typer.Option(
+        help="Plan differential privacy, too: the noise with which whoever gets the model has this "
+        "ε. With --delta, --epochs and --samples.",
+        show_default="no noise",
+    ),
+]
+Delta = Annotated[float | None, typer.Option(help="δ of --epsilon, as 1e-5.", show_default="none")]
+Epochs = Annotated[
+    float | None, typer.Option(help="Epochs of the training, for --epsilon.", show_default="none")
+]
+Samples = Annotated[
+    int | None, typer.Option(help="Rows of data of each site, for --epsilon.", show_default="none")
+]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="File that gets all of it.", dir_okay=False)
 ]
@@ -82,6 +98,10 @@ def plan(
     threads: Threads = None,
     seconds: Seconds = Question.seconds,
     layers: PerLayer = False,
+    epsilon: Epsilon = None,
+    delta: Delta = None,
+    epochs: Epochs = None,
+    samples: Samples = None,
     json_file: JsonFile = None,
 ) -> None:
     """Predict what each method would send and how long a step would take, on this machine alone.
@@ -90,6 +110,7 @@ def plan(
     assume that each site has its own machine like this one.
     """
     with errors_in_one_line():
+        private = PrivacyQuestion.of(epsilon=epsilon, delta=delta, epochs=epochs, samples=samples)
         question = Question(
             model=model,
             rows=rows,
@@ -104,8 +125,13 @@ def plan(
             torch.set_num_threads(threads)
         found = _watched(question)
         show(found, layers=layers)
+        told = found.as_dict()
+        if private is not None:
+            planned = privacy_plan(private, rows=found.subject.rows, sites=sites)
+            show_privacy(planned)
+            told["privacy"] = planned.as_dict()
         if json_file is not None:
-            _save(found, json_file)
+            _save(told, json_file)
 
 
 def _watched(question: Question) -> Forecast:
@@ -119,9 +145,7 @@ def _watched(question: Question) -> Forecast:
 
 def show(found: Forecast, *, layers: bool = False) -> None:
     """Prints a forecast: its sentences and its tables."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+    console = _console()
     for sentence in [*found.verdict, *about_dense(found)]:
         console.print(sentence, highlight=False)
     console.print(methods_table(found))
@@ -132,8 +156,20 @@ def show(found: Forecast, *, layers: bool = False) -> None:
     console.print(why_equal_layers_differ(found), highlight=False)
 
 
-def _save(found: Forecast, path: Path) -> None:
+def show_privacy(planned: PrivacyPlan) -> None:
+    """Prints the noise that an ε takes, and what it means to each observer."""
+    console = _console()
+    console.print(planned.sentence, highlight=False)
+    console.print(planned.table)
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
+
+
+def _save(told: dict[str, Any], path: Path) -> None:
     try:
-        write_whole(path, json.dumps(found.as_dict(), indent=1) + "\n")
+        write_whole(path, json.dumps(told, indent=1) + "\n")
     except OSError as error:
         raise RecipeError(f"--json {path}: {error.strerror}") from error

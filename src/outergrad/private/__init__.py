@@ -1,0 +1,20 @@
+"""Differentially private training: the ledger of what was released, and samplers that it knows."""
+
+from outergrad.private.calibration import noise_for
+from outergrad.private.ledger import BudgetSpentError, Ledger, Release, Run
+from outergrad.private.samplers import CollateEmpty, FixedSampler, PoissonSampler, sampling_of
+from outergrad.private.sampling import Fixed, Poisson
+
+__all__ = [
+    "BudgetSpentError",
+    "CollateEmpty",
+    "Fixed",
+    "FixedSampler",
+    "Ledger",
+    "Poisson",
+    "PoissonSampler",
+    "Release",
+    "Run",
+    "noise_for",
+    "sampling_of",
+]

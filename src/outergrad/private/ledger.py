@@ -1,0 +1,417 @@
+"""Ledger of privacy: what a training has released, and what that tells of a single row."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import isinf
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from outergrad._whole_files import write_whole
+from outergrad.core.packages import missing
+from outergrad.private.accounting import (
+    ADJACENCIES,
+    LARGEST,
+    Accountant,
+    Adjacency,
+    check_delta,
+    check_terms,
+    epsilon,
+)
+from outergrad.private.observers import OBSERVERS, SUMS, Observer, Sums, noise_seen
+from outergrad.private.sampling import Fixed, Poisson, Sampling
+
+_KINDS: dict[str, type[Sampling]] = {"poisson": Poisson, "fixed": Fixed}
+
+
+class BudgetSpentError(RuntimeError):
+    """The next step would exceed the budget of privacy; raised at all sites before the same step.
+
+    Attributes:
+        spent: ε so far.
+        stop_at: ε that was allowed.
+        steps: how many steps were released.
+    """
+
+    def __init__(self, message: str, spent: float, stop_at: float, steps: int) -> None:
+        super().__init__(message)
+        self.spent, self.stop_at, self.steps = spent, stop_at, steps
+
+
+@dataclass(frozen=True)
+class Release:
+    """One step's clipped and noisy gradients, from the moment that they may be seen.
+
+    Attributes:
+        noise: σ, standard deviation of the noise in the sum over all sites, over the clip C. Each
+            site adds σC/√S. 0 for none.
+        sampling: how batches are drawn.
+        sites: S, how many sites add noise.
+        sums: who sees what a site sends: "masked" (nobody, as with `og.Star(blind=True)`),
+            "trusted" (only the hub that adds up) or "open" (the other sites).
+
+    Raises:
+        ValueError: a value is not allowed.
+    """
+
+    noise: float
+    sampling: Sampling
+    sites: int = 1
+    sums: Sums = "open"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.noise < float("inf"):
+            raise ValueError(f"noise must be 0 or more, and finite, not {self.noise!r}")
+        if not isinstance(self.sampling, Poisson | Fixed):
+            raise ValueError(f"sampling must be Poisson(...) or Fixed(...), not {self.sampling!r}")
+        if self.sites < 1:
+            raise ValueError(f"sites must be 1 or more, not {self.sites!r}")
+        if self.sums not in SUMS:
+            raise ValueError(f"sums must be one of {', '.join(SUMS)}, not {self.sums!r}")
+
+    def __str__(self) -> str:
+        sites = f"{self.sites} sites, {SUMS[self.sums]}" if self.sites > 1 else "1 site"
+        return f"noise {self.noise:.6g}, {self.sampling}, {sites}"
+
+
+class Run(NamedTuple):
+    """Equal releases, one after another.
+
+    Attributes:
+        release: what each of them was.
+        steps: how many there were.
+    """
+
+    release: Release
+    steps: int
+
+
+class _Room(NamedTuple):
+    """Room in the budget for steps of the run that is going on.
+
+    Attributes:
+        release: what each of them is.
+        fits: so many are known to be within it.
+        exceeds: so many are known not to be; 0 if none are.
+    """
+
+    release: Release
+    fits: int
+    exceeds: int = 0
+
+
+class Ledger:
+    """Counts what a training releases, and tells ε at δ against those who may look at it.
+
+    Choose one for every training whose privacy is to be stated. A step counts once its messages
+    may have been sent, also if it is discarded then. A ledger never forgets: a state with fewer
+    releases than it has counted changes nothing. Its statements hold for all steps that it was
+    told of, and of these for their gradients alone ([what is not covered](../ledger.md)).
+
+    dp-accounting computes ε, as upper bounds: `pip install 'dp-accounting>=0.6'`. Nothing else of
+    the ledger needs it.
+
+    Args:
+        delta: δ, well below one over the number of rows.
+        stop_at: budget: the largest ε that `check` lets a step reach; None for no limit.
+        against: whose ε the budget is about: "model" (whoever gets the model), "site" or "hub".
+        accountant: what computes ε: "pld" (privacy loss distributions, tighter, a second each; no
+            more than ε = 100) or "rdp" (Rényi divergences, quicker).
+        adjacency: what an observer cannot tell apart: a training with one row more or less
+            ("add_or_remove"), or with one row in place of another ("replace", about twice the ε).
+        colluding: how many sites, looking at another, put together what they know.
+        file: where each release is written down before it counts, so that a training that goes
+            back to an older checkpoint still has it; read if it is there. None to write nothing.
+
+    Raises:
+        ValueError: an argument is not allowed, or the file holds something else.
+        OSError: the file cannot be read.
+    """
+
+    def __init__(
+        self,
+        delta: float,
+        *,
+        stop_at: float | None = None,
+        against: Observer = "model",
+        accountant: Accountant = "pld",
+        adjacency: Adjacency = "add_or_remove",
+        colluding: int = 1,
+        file: str | Path | None = None,
+    ) -> None:
+        check_delta(delta)
+        check_terms(accountant, adjacency)
+        if stop_at is not None and not stop_at > 0:
+            raise ValueError(f"stop_at must be above 0, not {stop_at!r}")
+        if against not in OBSERVERS:
+            raise ValueError(f"against must be one of {', '.join(OBSERVERS)}, not {against!r}")
+        if colluding < 1:
+            raise ValueError(f"colluding must be 1 or more, not {colluding!r}")
+        self.delta, self.stop_at, self.colluding = delta, stop_at, colluding
+        self.against: Observer = against
+        self.accountant: Accountant = accountant
+        self.adjacency: Adjacency = adjacency
+        self._runs: list[Run] = []
+        self._room: _Room | None = None
+        self._file = None if file is None else Path(file)
+        if self._file is not None and self._file.exists():
+            self._read(self._file)
+
+    def __repr__(self) -> str:
+        told = f"delta={self.delta:g}, stop_at={self.stop_at}, against={self.against!r}"
+        return f"Ledger({told}, accountant={self.accountant!r}, adjacency={self.adjacency!r})"
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """All releases in order, equal ones that follow each other together."""
+        return tuple(self._runs)
+
+    @property
+    def steps(self) -> int:
+        """Number of released steps."""
+        return sum(run.steps for run in self._runs)
+
+    # -- counting ---------------------------------------------------------------------------------
+
+    def record(self, release: Release, steps: int = 1) -> None:
+        """Counts a step, or several; call it before the first message of the step is sent.
+
+        Raises:
+            ValueError: `steps` is negative.
+            OSError: the ledger's file cannot be written; nothing was counted.
+        """
+        if steps < 0:
+            raise ValueError(f"steps must be 0 or more, not {steps!r}")
+        if steps == 0:
+            return
+        runs = self._with(release, steps)
+        if self._file is not None:
+            write_whole(self._file, json.dumps(_state(runs)) + "\n")
+        if len(runs) > len(self._runs):
+            self._room = None  # it was about the run before
+        self._runs = runs
+
+    def check(self, release: Release) -> None:
+        """Checks that the budget has room for one more step; call it before each.
+
+        What it says follows from what all sites have counted alike, so all sites stop together.
+        Most calls compare two numbers: how many steps fit is looked for ahead, in growing strides.
+
+        Raises:
+            BudgetSpentError: it has not.
+            ImportError: dp-accounting is not installed.
+            ValueError: ε is not to be had for such a step.
+        """
+        if self.stop_at is None:
+            return
+        done = self._latest(release)
+        if self._room is None or self._room.release != release or self._room.fits < done:
+            self._room = _Room(release, done)
+        if done == self._room.fits:
+            self._room = self._look_ahead(self._room)
+        if done == self._room.fits:
+            raise self._spent_error(release)
+
+    def _look_ahead(self, room: _Room) -> _Room:
+        """Finds room for as many steps again, or else the last one that fits."""
+        if room.exceeds == room.fits + 1:
+            return room
+        release, fits, exceeds = room.release, room.fits, 2 * room.fits + 1
+        if self._fits(release, exceeds):
+            return _Room(release, exceeds)
+        while exceeds - fits > 1:
+            middle = (fits + exceeds) // 2
+            fits, exceeds = (middle, exceeds) if self._fits(release, middle) else (fits, middle)
+        return _Room(release, fits, exceeds)
+
+    def _fits(self, release: Release, steps: int) -> bool:
+        """Tells if so many steps like this one, in the run that is going on, are within budget."""
+        assert self.stop_at is not None
+        more = self._with(release, steps - self._latest(release))
+        return self._epsilon(more, self.against) <= self.stop_at
+
+    def _latest(self, release: Release) -> int:
+        """Returns how many of the last steps were just like this one."""
+        return self._runs[-1].steps if self._runs and self._runs[-1].release == release else 0
+
+    def _with(self, release: Release, steps: int) -> list[Run]:
+        latest = self._latest(release)
+        before = self._runs[:-1] if latest else self._runs
+        return [*before, Run(release, latest + steps)]
+
+    def _spent_error(self, release: Release) -> BudgetSpentError:
+        assert self.stop_at is not None
+        spent = self.epsilon(self.against)
+        next_one = self._epsilon(self._with(release, 1), self.against)
+        return BudgetSpentError(
+            f"the budget of privacy is spent: {self.steps:,} steps have taken ε = "
+            f"{_told(spent, 6)} of {self.stop_at:g} at δ = {self.delta:g} against "
+            f"{OBSERVERS[self.against]} (by {self.accountant.upper()}), and one more ({release}) "
+            f"would take it to {_told(next_one, 6)}: end the training here, on all sites; more "
+            f"steps need more noise or a lower rate from the start (og.private.noise_for), or "
+            f"another stop_at=",
+            spent,
+            self.stop_at,
+            self.steps,
+        )
+
+    # -- what it tells ----------------------------------------------------------------------------
+
+    def epsilon(
+        self,
+        observer: Observer = "model",
+        *,
+        delta: float | None = None,
+        accountant: Accountant | None = None,
+    ) -> float:
+        """Returns an upper bound of ε for all that was released.
+
+        Args:
+            observer: who looks: "model" for whoever gets the model, "site" for another site,
+                "hub".
+            delta: δ, if not the ledger's.
+            accountant: "pld" or "rdp", if not the ledger's.
+
+        Raises:
+            ImportError: dp-accounting is not installed.
+            ValueError: there is no such observer, or the accountant has no bound.
+        """
+        return self._epsilon(self._runs, observer, delta, accountant)
+
+    def _epsilon(
+        self,
+        runs: Sequence[Run],
+        observer: Observer,
+        delta: float | None = None,
+        accountant: Accountant | None = None,
+    ) -> float:
+        spent: Counter[tuple[float, Sampling]] = Counter()
+        for release, steps in runs:
+            noise = noise_seen(
+                release.noise,
+                observer,
+                sites=release.sites,
+                sums=release.sums,
+                colluding=self.colluding,
+            )
+            spent[noise, release.sampling] += steps
+        return epsilon(
+            spent,
+            self.delta if delta is None else delta,
+            accountant=accountant or self.accountant,
+            adjacency=self.adjacency,
+        )
+
+    def __str__(self) -> str:
+        neighbours = ADJACENCIES[self.adjacency]
+        lines = [f"ε at δ = {self.delta:g}, {neighbours}, after {self.steps:,} released steps"]
+        if told := missing("dp_accounting"):
+            lines.append(told)
+        else:
+            lines += [f"{'against':<28}{'by PLD':>10}{'by RDP':>10}", *self._rows()]
+        lines += [f"{run.steps:,} x {run.release}" for run in self._runs]
+        return "\n".join(lines)
+
+    def _rows(self) -> list[str]:
+        several = all(run.release.sites > self.colluding for run in self._runs)
+        whom: list[Observer] = ["model", "site", "hub"] if several else ["model"]
+        rows = []
+        for observer in whom:
+            cells = [self._cell(observer, "pld"), self._cell(observer, "rdp")]
+            rows.append(f"{OBSERVERS[observer]:<28}{cells[0]:>10}{cells[1]:>10}")
+        return rows
+
+    def _cell(self, observer: Observer, accountant: Accountant) -> str:
+        try:
+            return _told(self.epsilon(observer, accountant=accountant))
+        except ValueError:  # this accountant has no bound for it
+            return "-"
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Returns what was released, as plain numbers and text."""
+        return _state(self._runs)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes over what another ledger, or this one before, had counted.
+
+        Of two states, of which one goes on where the other ends, the longer counts: what was
+        released since a checkpoint stays released.
+
+        Raises:
+            ValueError: it is no state of a ledger, or has other releases than this one.
+        """
+        runs = _runs(state)
+        if _goes_on(self._runs, runs):
+            return
+        if not _goes_on(runs, self._runs):
+            raise ValueError(
+                f"the state has other releases ({_sum(runs)}) than this ledger ({_sum(self._runs)})"
+                f": load it into a new Ledger, before its first step"
+            )
+        self._runs, self._room = runs, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns `state()`, as `og.Checkpoints(..., ledger=ledger)` asks for it."""
+        return self.state()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Calls `load`."""
+        self.load(state_dict)
+
+    def _read(self, file: Path) -> None:
+        try:
+            self.load(json.loads(file.read_text()))
+        except ValueError as error:
+            raise ValueError(f"file={str(file)!r} holds no ledger: {error}") from error
+
+
+def _state(runs: Sequence[Run]) -> dict[str, Any]:
+    return {"runs": [_run_state(run) for run in runs]}
+
+
+def _run_state(run: Run) -> dict[str, Any]:
+    release = asdict(run.release)
+    kind = "poisson" if isinstance(run.release.sampling, Poisson) else "fixed"
+    return {**release, "sampling": {"kind": kind, **release["sampling"]}, "steps": run.steps}
+
+
+def _runs(state: Mapping[str, Any]) -> list[Run]:
+    """Reads a state.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return [_run(dict(run)) for run in state["runs"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"it is no state of a ledger: {error!r}") from error
+
+
+def _run(state: dict[str, Any]) -> Run:
+    sampling = dict(state.pop("sampling"))
+    steps = int(state.pop("steps"))
+    return Run(Release(sampling=_KINDS[sampling.pop("kind")](**sampling), **state), steps)
+
+
+def _goes_on(longer: Sequence[Run], shorter: Sequence[Run]) -> bool:
+    """True if one begins with all releases of the other."""
+    if not shorter:
+        return True
+    before, last = shorter[:-1], shorter[-1]
+    if len(longer) < len(shorter) or list(longer[: len(before)]) != list(before):
+        return False
+    there = longer[len(before)]
+    return there.release == last.release and there.steps >= last.steps
+
+
+def _sum(runs: Sequence[Run]) -> str:
+    return f"{sum(run.steps for run in runs):,} steps in {len(runs):,} runs"
+
+
+def _told(value: float, digits: int = 4) -> str:
+    return f"over {LARGEST:g}" if isinf(value) else f"{value:.{digits}g}"

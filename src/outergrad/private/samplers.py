@@ -1,0 +1,274 @@
+"""Samplers whose batches are drawn as the ledger takes them to be."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sized
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from outergrad.private.sampling import Fixed, Poisson, Sampling
+
+_Draw = Callable[[np.random.Generator], np.ndarray]
+
+
+class _DrawnBatches(Sampler[list[int]]):
+    """Batches, each of which depends on a secret seed, the site and its own number alone."""
+
+    own_to_site = True
+    """Its seed is a secret of this site: checkpoints do not hand it to new sites."""
+
+    def __init__(
+        self, sampling: Sampling, rows: int, draw: _Draw, steps: int | None, site: int, seed: Any
+    ) -> None:
+        if site < 0:
+            raise ValueError(f"site must be 0 or more, not {site!r}")
+        if steps is not None and steps < 1:
+            raise ValueError(f"steps must be 1 or more, not {steps!r}")
+        self.sampling, self.rows, self.site = sampling, rows, site
+        self.steps = max(1, round(1 / sampling.rate)) if steps is None else steps
+        self.drawn = 0
+        self._draw, self._seed = draw, secrets.randbits(128) if seed is None else int(seed)
+        self._left: int | None = None
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        left, self._left = self._left, None
+        for _ in range(self.steps if left is None else left):
+            number, self.drawn = self.drawn, self.drawn + 1
+            yield self._draw(self._generator(number)).tolist()
+
+    def _generator(self, number: int) -> np.random.Generator:
+        # torch's generator on the CPU keeps 32 bits of a seed, which can all be tried.
+        return np.random.Generator(
+            np.random.Philox(np.random.SeedSequence([self._seed, self.site, number]))
+        )
+
+    def go_to(self, drawn: int) -> None:
+        """Goes on behind so many batches, with what is left of the epoch that they end in.
+
+        A loader with workers asks for batches before the training does. So after a resume within
+        an epoch, call this with the number of steps that were made.
+
+        Raises:
+            ValueError: the number is negative.
+        """
+        if drawn < 0:
+            raise ValueError(f"drawn must be 0 or more, not {drawn!r}")
+        self.drawn, self._left = drawn, self.steps - drawn % self.steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what `load_state_dict` needs; it holds the secret seed."""
+        return {
+            "sampling": str(self.sampling),
+            "rows": self.rows,
+            "seed": f"{self._seed:x}",
+            "drawn": self.drawn,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on where the state was saved, to the bit.
+
+        Raises:
+            ValueError: the state is of other rows or of batches that are drawn otherwise.
+        """
+        ours = {name: self.state_dict()[name] for name in ("sampling", "rows")}
+        theirs = {name: state_dict[name] for name in ours}
+        if theirs != ours:
+            raise ValueError(f"the state is of {theirs}, this sampler of {ours}: make it alike")
+        self._seed = int(state_dict["seed"], 16)
+        self.go_to(state_dict["drawn"])
+
+
+class PoissonSampler(_DrawnBatches):
+    """Batches with each of N rows in them with probability q, independently: `Poisson(q)`.
+
+    Choose it for every private training. Pass it as `DataLoader(dataset, batch_sampler=sampler,
+    collate_fn=CollateEmpty(dataset))`: batches differ in size, q N on average, and an empty one
+    has to be made of something. A model must take a batch of no rows (PyTorch's layers do, batch
+    norms do not); the mean loss of it is NaN, its gradient is 0.
+
+    All sites need the same `rate` and `steps`: then all have as many batches, whatever rows they
+    have.
+
+    Args:
+        rows: N, rows of this site.
+        rate: q.
+        site: number of this site; with one seed at all sites they still draw differently.
+        steps: batches per epoch; by default 1 / q, rounded, in which each row comes up once on
+            average.
+        seed: of this site's draws, which no other site may know: who knows which rows were in a
+            batch gets no less than `Fixed(..., fresh=False)` tells. None draws 128 bits from the
+            operating system, which is what to choose outside of tests.
+
+    Attributes:
+        drawn: number of batches so far, over all epochs.
+
+    Raises:
+        ValueError: an argument is not allowed.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        rate: float,
+        *,
+        site: int = 0,
+        steps: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        sampling = Poisson(rate)
+        if rows < 1:
+            raise ValueError(f"rows must be 1 or more, not {rows!r}")
+        super().__init__(sampling, rows, partial(_poisson, rows, rate), steps, site, seed)
+
+
+class FixedSampler(_DrawnBatches):
+    """Batches of b of N rows, drawn anew for each batch, without a row twice: `Fixed(b, N)`.
+
+    Choose it where all batches must be of one size; it needs more noise than `PoissonSampler`. Pass
+    it as `DataLoader(dataset, batch_sampler=sampler)`.
+
+    Args:
+        rows: N, rows of this site.
+        size: b, rows of a batch.
+        site: as for `PoissonSampler`.
+        steps: batches per epoch, the same at all sites; by default N / b, rounded.
+        seed: as for `PoissonSampler`.
+
+    Attributes:
+        drawn: number of batches so far, over all epochs.
+
+    Raises:
+        ValueError: an argument is not allowed.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        size: int,
+        *,
+        site: int = 0,
+        steps: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(Fixed(size, rows), rows, partial(_fixed, rows, size), steps, site, seed)
+
+
+def _poisson(rows: int, rate: float, generator: np.random.Generator) -> np.ndarray:
+    return np.flatnonzero(generator.random(rows) < rate)
+
+
+def _fixed(rows: int, size: int, generator: np.random.Generator) -> np.ndarray:
+    return generator.choice(rows, size, replace=False)
+
+
+class CollateEmpty:
+    """A `collate_fn` that also makes a batch of no rows: one of the first row, cut to length 0.
+
+    PyTorch's own fails at it. The first row's numbers are in none of the tensors, only their shapes
+    and types.
+
+    Args:
+        dataset: of the loader.
+        collate_fn: for batches that have rows; it stacks them along the first dimension. PyTorch's
+            default if None.
+
+    Raises:
+        TypeError: a batch has parts, other than tensors and texts, that cannot be cut; when it is
+            empty.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None) -> None:
+        self.dataset, self.collate_fn = dataset, collate_fn or default_collate
+
+    def __call__(self, rows: list[Any]) -> Any:
+        """Returns a batch of these rows."""
+        return self.collate_fn(rows) if rows else _cut(self.collate_fn([self.dataset[0]]))
+
+
+def _cut(batch: Any) -> Any:
+    if isinstance(batch, Tensor) and batch.dim():
+        return batch[:0]
+    if isinstance(batch, Mapping):
+        return {name: _cut(part) for name, part in batch.items()}
+    if isinstance(batch, list | tuple):
+        of_texts = bool(batch) and all(isinstance(part, str | bytes) for part in batch)
+        parts = [] if of_texts else [_cut(part) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    raise TypeError(
+        f"a batch of no rows cannot be made of {type(batch).__name__}: pass a collate_fn of your "
+        f"own to the DataLoader, which takes an empty list"
+    )
+
+
+def sampling_of(loader: DataLoader[Any]) -> Sampling:
+    """Returns how a loader draws its batches, as the ledger has to know it.
+
+    Returns:
+        `Poisson` or `Fixed` of a loader with a sampler of this module; `Fixed(..., fresh=False)`,
+        for which nothing is amplified, of one that goes through its rows in turn, shuffled or not.
+
+    Raises:
+        ValueError: it is not known what its batches tell; the message says what to change.
+    """
+    rows = _rows(loader)
+    sampler = loader.batch_sampler
+    if isinstance(sampler, _DrawnBatches):
+        return _of_drawn(loader, sampler, rows)
+    if type(sampler) is BatchSampler and _goes_through(sampler.sampler, rows):
+        return Fixed(min(sampler.batch_size, rows), rows, fresh=False)
+    what = type(getattr(sampler, "sampler", sampler)).__name__
+    raise ValueError(
+        f"the loader's batches come from a {what}, of which no bound of privacy is known: pass "
+        f"batch_sampler=PoissonSampler(len(dataset), rate) to the DataLoader, on this site's rows "
+        f"alone"
+    )
+
+
+def _rows(loader: DataLoader[Any]) -> int:
+    if isinstance(loader.dataset, IterableDataset) or not isinstance(loader.dataset, Sized):
+        raise ValueError(
+            "the loader's dataset is a stream, in whose order rows come: pass a dataset with "
+            "__getitem__ and __len__, and batch_sampler=PoissonSampler(len(dataset), rate)"
+        )
+    return len(loader.dataset)
+
+
+def _of_drawn(loader: DataLoader[Any], sampler: _DrawnBatches, rows: int) -> Sampling:
+    name = type(sampler).__name__
+    if sampler.rows != rows:
+        raise ValueError(
+            f"{name} draws from {sampler.rows:,} rows, and the loader's dataset has {rows:,}: "
+            f"pass {name}(len(dataset), ...)"
+        )
+    if isinstance(sampler.sampling, Poisson):
+        try:
+            loader.collate_fn([])
+        except Exception as error:
+            raise ValueError(
+                "PoissonSampler draws empty batches, too, which the loader's collate_fn cannot "
+                "make: pass collate_fn=CollateEmpty(dataset) to the DataLoader"
+            ) from error
+    return sampler.sampling
+
+
+def _goes_through(sampler: Any, rows: int) -> bool:
+    """True if each row comes up exactly once in an epoch."""
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples == rows
+    return type(sampler) is SequentialSampler
