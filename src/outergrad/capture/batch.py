@@ -23,6 +23,7 @@ class Batch:
 
     def __init__(self) -> None:
         self._count: int | None = None
+        self._latest: int | None = None
         self._forwards = 0
         self._swap: ClassSwap | None = None
 
@@ -34,6 +35,14 @@ class Batch:
         """Stops counting and gives the model its own class back."""
         if self._swap is not None:
             self._swap.restore()
+
+    @property
+    def count(self) -> int | None:
+        """The number of samples; None outside of the model's forward.
+
+        In a backward, for a checkpoint that computes again, that of the latest forward.
+        """
+        return self._count if current_task() == NO_TASK else self._latest
 
     def samples(self, layer: str, count: int | None, *, positions_first: bool) -> Samples:
         """Returns the positions of the samples in the rows of one use of a layer.
@@ -66,7 +75,7 @@ class Batch:
         if current_task() != NO_TASK:  # a checkpoint's recomputation is no new forward
             return self._swap.plain_forward(*args, **kwargs)
         self._forwards += 1
-        self._count = samples_in([*args, *kwargs.values()])
+        self._count = self._latest = samples_in([*args, *kwargs.values()])
         try:
             return self._swap.plain_forward(*args, **kwargs)
         finally:
