@@ -218,6 +218,24 @@ def _is_computed(t: Tensor) -> bool:
 # -- functions of several steps, each of which a `Copies` knows ------------------------------------
 
 
+class _Composed:
+    """A function, in steps of which each is elementwise in the copies.
+
+    Args:
+        function: of the same signature.
+        params: names of its parameters that may be copies.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], *params: str) -> None:
+        self.function, self._params = function, params
+        self._signature = signature(function)
+
+    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """True if nothing else is a `Copies`."""
+        given = self._signature.bind(*args, **kwargs).arguments
+        return all(n in self._params for n, value in given.items() if isinstance(value, Copies))
+
+
 def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
@@ -274,27 +292,19 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.linear(input, weight) + bias
 
 
+def _conv(function: Callable[..., Tensor]) -> _Composed:
+    def with_bias(
+        input: Tensor, weight: Tensor, bias: Tensor, *about: Any, **others: Any
+    ) -> Tensor:
+        y = function(input, weight, None, *about, **others)
+        return _affine(y, None, _by_channel(bias, y))
+
+    return _Composed(with_bias, "bias")
+
+
 def _prelu(input: Tensor, weight: Tensor) -> Tensor:
     slope = weight if weight.numel() == 1 else _by_channel(weight, input)
     return torch.where(input > 0, input, input * slope)
-
-
-class _Composed:
-    """A function, in steps of which each is elementwise in the copies.
-
-    Args:
-        function: of the same signature.
-        params: names of its parameters that may be copies.
-    """
-
-    def __init__(self, function: Callable[..., Tensor], *params: str) -> None:
-        self.function, self._params = function, params
-        self._signature = signature(function)
-
-    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """True if nothing else is a `Copies`."""
-        given = self._signature.bind(*args, **kwargs).arguments
-        return all(n in self._params for n, value in given.items() if isinstance(value, Copies))
 
 
 _COMPOSED: dict[Any, _Composed] = {
@@ -304,4 +314,5 @@ _COMPOSED: dict[Any, _Composed] = {
     F.instance_norm: _Composed(_instance_norm, "weight", "bias"),
     F.linear: _Composed(_linear, "bias"),
     F.prelu: _Composed(_prelu, "weight"),
+    **{function: _conv(function) for function in (F.conv1d, F.conv2d, F.conv3d)},
 }

@@ -61,6 +61,10 @@ class SampleTap:
         """B of the model's forward; None outside of it."""
         return self._batch.count
 
+    def is_given(self, t: Tensor) -> bool:
+        """True if the model was called with a tensor, or it is a view of one of these."""
+        return self._batch.is_given(t)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Implements `TapFn`."""
         return self._tap(*args, **kwargs)

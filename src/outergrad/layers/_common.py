@@ -86,6 +86,12 @@ def layer_of(tap: TapFn) -> str:
     return getattr(tap, "layer", "")
 
 
+def is_given(tap: TapFn, t: Tensor) -> bool:
+    """True if a tensor is one that the model was called with, where samples are told apart."""
+    given = getattr(tap, "is_given", None)
+    return given is None or given(t)
+
+
 def join(prefix: str, name: str) -> str:
     """Returns the full name of a child; the root module's name is empty."""
     return f"{prefix}.{name}" if prefix else name

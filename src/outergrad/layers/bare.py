@@ -59,6 +59,8 @@ def _objection(module: nn.Module) -> str:
             "a weight is computed from it; torch.nn.utils.parametrize.remove_parametrizations() "
             "makes that a parameter again"
         )
+    if type(module).__name__.startswith("Dora") and type(module).__module__.startswith("peft."):
+        return "DoRA computes its magnitudes from products that are of no sample; use_dora=False"
     if isinstance(module, nn.ParameterList | nn.ParameterDict):
         return (
             f"it is in a {type(module).__name__}, and other modules read it; as an attribute of "

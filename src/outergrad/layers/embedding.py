@@ -12,7 +12,7 @@ from outergrad.capture.copies import Copies, copied
 from outergrad.core.protocols import TapFn
 from outergrad.core.transform import SampleRows, Samples
 from outergrad.core.types import Call, Factors, Slot
-from outergrad.layers._common import input_of, join, layer_of, samples_of
+from outergrad.layers._common import input_of, is_given, join, layer_of, samples_of
 from outergrad.linalg.outer import coalesce
 from outergrad.linalg.site_gradient import sample_of_rows
 
@@ -50,8 +50,7 @@ class EmbeddingRule:
         if torch.compiler.is_dynamo_compiling():  # ids are counted when the graph runs
             return tap(y, input)
         samples, total = input.shape[0] if input.dim() else 1, samples_of(tap)
-        if total is None or samples == total:
-            _refuse_positions(tap, input)
+        if total is None or (samples == total and not _may_be_shared(tap, input)):
             return tap(y, input, rows=distinct(module, input), samples=samples)
         y_B = tap(copied(y, total), input, rows=distinct(module, input), samples=total)
         return Copies(y_B, join(layer_of(tap), "weight"))
@@ -88,18 +87,21 @@ def _looked_up(call: Call) -> tuple[Tensor, Tensor]:
     return call.a.expand(call.d.shape[:-1]).flatten(), call.d.reshape(-1, call.d.shape[-1])
 
 
-def _refuse_positions(tap: TapFn, ids: Tensor) -> None:
-    """Raises if there are as many positions as samples, so that nothing tells them apart."""
-    total = samples_of(tap)
-    if total is None or total < 2 or ids.dim() != 1:
-        return
-    if ids.equal(torch.arange(total, dtype=ids.dtype, device=ids.device)):
+def _may_be_shared(tap: TapFn, ids: Tensor) -> bool:
+    """True if as many ids as samples may be positions; `Copies` is right for both.
+
+    Raises:
+        RuntimeError: a square of ids was computed, as positions relative to each other are.
+    """
+    total = len(ids) if ids.dim() else 1
+    if total > 1 and ids.shape[:2] == (total, total) and not is_given(tap, ids):
         raise RuntimeError(
-            f"{layer_of(tap)!r} is called with the ids 0 to {total - 1}, and the model with "
-            f"{total} samples: whether these are positions or samples is not known, and the "
-            f"transform needs the gradient of each sample: call it with ids of the shape "
-            f"(samples, positions), as ids.expand({total}, -1)"
+            f"{layer_of(tap)!r} is called with {total} x {total} ids, and the model with {total} "
+            f"samples: whether the first dimension counts samples or positions is not known, and "
+            f"the transform needs the gradient of each sample: use another batch size"
         )
+    places = torch.arange(total, dtype=ids.dtype, device=ids.device)
+    return total > 1 and ids.dim() == 1 and ids.equal(places)
 
 
 def objection_to_lookup(module: nn.Embedding | nn.EmbeddingBag) -> str | None:
