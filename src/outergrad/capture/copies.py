@@ -303,8 +303,7 @@ def _conv(function: Callable[..., Tensor]) -> _Composed:
 
 
 def _prelu(input: Tensor, weight: Tensor) -> Tensor:
-    slope = weight if weight.numel() == 1 else _by_channel(weight, input)
-    return torch.where(input > 0, input, input * slope)
+    return torch.where(input > 0, input, _affine(input, _by_channel(weight, input), None))
 
 
 _COMPOSED: dict[Any, _Composed] = {

@@ -108,11 +108,11 @@ class BareRule:
     def _read(self, module: nn.Module, tap: TapFn, name: str) -> Tensor:
         """Returns the copies of a parameter; the parameter itself where there are no samples."""
         parameter, total = getattr(module, name), samples_of(tap) or 0
-        about = {"slot": self._first + self._names.index(name), "samples": total}
+        slot = self._first + self._names.index(name)
         ones_B = parameter.new_ones(total, requires_grad=False)
         if not total:
-            return tap(parameter.detach().clone(), ones_B, rows=0, **about)
-        copies_B = tap(copied(parameter, total), ones_B, rows=total, **about)
+            return tap(parameter.detach().clone(), ones_B, slot, rows=0, samples=0)
+        copies_B = tap(copied(parameter, total), ones_B, slot, rows=total, samples=total)
         return Copies(copies_B, join(layer_of(tap), name))
 
     def rows(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:

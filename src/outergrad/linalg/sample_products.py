@@ -133,12 +133,16 @@ class Lookup(Addend):
         if isinstance(other, Lookup):
             alike_BLM = self.ids_BL[:, :, None] == other.ids_BL[:, None]
             return ((self.d_BLO @ other.d_BLO.mT) * alike_BLM).sum(dim=(1, 2))
-        one = isinstance(other, Product) and other.d_BGLO.shape[1] == 1
-        if not (one and other.rows == self.rows and other.width == self.width):
+        if not (isinstance(other, Product) and self._is_like(other)):
             return super().inner(other)
         d_BMV, a_BMO = other.d_BGLO[:, 0], other.a_BGLI[:, 0]
         ids_BML = self.ids_BL[:, None].expand(-1, d_BMV.shape[1], -1)
         return (d_BMV.gather(2, ids_BML) * (a_BMO @ self.d_BLO.mT)).sum(dim=(1, 2))
+
+    def _is_like(self, other: Product) -> bool:
+        """True if a product has the form of this table."""
+        alike = other.rows == self.rows and other.width == self.width
+        return alike and other.d_BGLO.shape[1] == 1
 
 
 def addends(slot: Slot, part: SampleRows, samples: int) -> list[Addend]:
