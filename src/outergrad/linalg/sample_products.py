@@ -1,6 +1,6 @@
 """Squared norms of gradients by sample, from rows; where these are few, no gradient is formed.
 
-What a slot adds to a parameter is an `Addend`. The squared norm of a sum is that of each addend,
+Slots add to parameters by `Addend`s. The squared norm of a sum is that of each addend,
 and twice the inner product of each pair: `|g + h|² = |g|² + |h|² + 2 ⟨g, h⟩`.
 
 Letters: B samples, N rows, G groups, L and M rows of the sample that has most.
@@ -8,6 +8,7 @@ Letters: B samples, N rows, G groups, L and M rows of the sample that has most.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -28,8 +29,8 @@ def sample_of_rows(samples: Samples, rows: int, device: torch.device) -> Tensor:
     return index_B.repeat_interleave(positions)
 
 
-class Addend:
-    """What the rows of one slot add to one parameter, by sample.
+class Addend(ABC):
+    """A gradient by sample that the rows of one slot add to one parameter.
 
     Args:
         param: full name of the parameter.
@@ -46,9 +47,10 @@ class Addend:
         stop = min(self.rows[1] * self.width, other.rows[1] * other.width)
         return (start, stop) if self.param == other.param and start < stop else None
 
+    @abstractmethod
     def formed(self) -> Tensor:
-        """The gradient of each sample, with all elements of `rows`, (B, E)."""
-        raise NotImplementedError
+        """Returns the gradient of each sample, all elements of `rows`, (B, E)."""
+        ...
 
     def inner(self, other: Addend) -> Tensor:
         """Returns the inner product with another addend, by sample, (B,)."""
@@ -69,7 +71,7 @@ class Vector(Addend):
         self._sums_BE = sums_BE
 
     def formed(self) -> Tensor:
-        """The sums."""
+        """Returns the sums."""
         return self._sums_BE
 
 
@@ -85,7 +87,7 @@ class Product(Addend):
         self.d_BGLO, self.a_BGLI = d_BGLO, a_BGLI
 
     def formed(self) -> Tensor:
-        """The products."""
+        """Returns the products."""
         return (self.d_BGLO.mT @ self.a_BGLI).flatten(1)
 
     def inner(self, other: Addend) -> Tensor:
@@ -122,7 +124,7 @@ class Lookup(Addend):
         self.d_BLO, self.ids_BL = d_BLO, ids_BL
 
     def formed(self) -> Tensor:
-        """The tables."""
+        """Returns the tables."""
         samples, _, width = self.d_BLO.shape
         whole_BVO = self.d_BLO.new_zeros(samples, self.rows[1], width)
         ids_BLO = self.ids_BL[:, :, None].expand_as(self.d_BLO)
