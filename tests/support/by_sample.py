@@ -165,6 +165,74 @@ def cell() -> SampleCase:
     return SampleCase(Branches(forward, layer=nn.GRUCell(8, 5)), floats(4, 8))
 
 
+def norms() -> SampleCase:
+    """Of three kinds, the last with its weight frozen."""
+    model = nn.Sequential(
+        nn.LayerNorm(6),
+        nn.Linear(6, 8),
+        nn.RMSNorm(8),
+        nn.Unflatten(2, (4, 2)),
+        nn.GroupNorm(1, 3),
+        nn.Flatten(),
+        nn.Linear(24, 4),
+    )
+    model[4].weight.requires_grad_(False)
+    return SampleCase(model, floats(3, 6))
+
+
+class Tokens(nn.Module):
+    """A token of all samples before theirs, a table of positions, and a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(6, 8), nn.LayerNorm(8)
+        self.token = nn.Parameter(torch.randn(1, 1, 8))
+        self.places = nn.Parameter(torch.randn(1, 4, 8))
+        self.scale = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = torch.cat([self.token.expand(len(x), -1, -1), self.layer(x)], dim=1)
+        return self.norm(self.scale * (tokens + self.places)).sin()
+
+
+class _Checkpointed(nn.Module):
+    """Computes a model again in backward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def tied_norms() -> nn.Module:
+    """Two norms of one weight, which is also the bias of a layer."""
+    model = nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 7), nn.LayerNorm(7))
+    model[3].weight = model[1].weight
+    model[2].bias = model[1].weight
+    return model
+
+
+def bias_alone() -> SampleCase:
+    """Layers whose biases alone are trained."""
+    model = nn.Sequential(nn.Conv1d(3, 4, 2), nn.Tanh(), nn.Linear(5, 4))
+    for layer in (model[0], model[2]):
+        layer.weight.requires_grad_(False)
+    return SampleCase(model, floats(3, 6))
+
+
+def positions_of_all() -> SampleCase:
+    """Positions that all samples share, looked up in a table; as many as samples of a site."""
+
+    def forward(m: Branches, x: Tensor) -> Tensor:
+        return m.head(m.ids(x).tanh() + m.places(torch.arange(x.shape[1])))
+
+    layers = {"ids": nn.Embedding(20, 6), "places": nn.Embedding(5, 6), "head": nn.Linear(6, 20)}
+    layers["head"].weight = layers["ids"].weight
+    return SampleCase(Branches(forward, **layers), ids(5))
+
+
 def checkpointed() -> SampleCase:
     """Computed again in backward."""
     forward = lambda m, x: m.last(checkpoint(m.body, x, use_reentrant=False))  # noqa: E731
@@ -208,6 +276,12 @@ CASES: dict[str, Callable[[], SampleCase]] = {
     "gru, two directions": lambda: sequence_first(nn.GRU(8, 4, 2, bidirectional=True)),
     "lstm with projection": lambda: sequence_first(nn.LSTM(8, 5, proj_size=4)),
     "cell": cell,
+    "norms": norms,
+    "norm, tied": lambda: SampleCase(tied_norms(), floats(6)),
+    "tokens": lambda: SampleCase(Tokens(), floats(3, 6)),
+    "tokens, checkpointed": lambda: SampleCase(_Checkpointed(Tokens()), floats(3, 6)),
+    "positions of all": positions_of_all,
+    "bias alone": bias_alone,
     "checkpointed": checkpointed,
     "frozen": frozen,
     "used by one": used_by_one,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from outergrad.capture.class_swap import ClassSwap
 from outergrad.capture.engine import NO_TASK, current_task
@@ -13,6 +14,7 @@ from outergrad.capture.kept import Kept
 from outergrad.capture.weighting import samples_in
 from outergrad.core.transform import SampleRows, Samples
 from outergrad.core.types import Call, Factors
+from outergrad.messages.raw import has_elements
 
 
 class Batch:
@@ -23,6 +25,8 @@ class Batch:
 
     def __init__(self) -> None:
         self._count: int | None = None
+        self._latest: int | None = None
+        self._given: set[int] = set()
         self._forwards = 0
         self._swap: ClassSwap | None = None
 
@@ -34,6 +38,18 @@ class Batch:
         """Stops counting and gives the model its own class back."""
         if self._swap is not None:
             self._swap.restore()
+
+    @property
+    def count(self) -> int | None:
+        """The number of samples; None outside of the model's forward.
+
+        In a backward, for a checkpoint that computes again, that of the latest forward.
+        """
+        return self._count if current_task() == NO_TASK else self._latest
+
+    def is_given(self, t: Tensor) -> bool:
+        """True if the latest forward was called with a tensor, or it is a view of one of these."""
+        return _memory(t) in self._given
 
     def samples(self, layer: str, count: int | None, *, positions_first: bool) -> Samples:
         """Returns the positions of the samples in the rows of one use of a layer.
@@ -66,11 +82,18 @@ class Batch:
         if current_task() != NO_TASK:  # a checkpoint's recomputation is no new forward
             return self._swap.plain_forward(*args, **kwargs)
         self._forwards += 1
-        self._count = samples_in([*args, *kwargs.values()])
+        self._count = self._latest = samples_in([*args, *kwargs.values()])
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._given = {_memory(t) for t in tensors}
         try:
             return self._swap.plain_forward(*args, **kwargs)
         finally:
             self._count = None
+
+
+def _memory(t: Tensor) -> int:
+    """Returns the address of a tensor's memory, which its views share."""
+    return t.untyped_storage().data_ptr() if has_elements(t) else 0
 
 
 class AnySamples:

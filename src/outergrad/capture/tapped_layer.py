@@ -44,6 +44,32 @@ class LayerSink(Protocol):
         ...
 
 
+class SampleTap:
+    """The tap of a layer, which also knows how many samples there are.
+
+    Args:
+        tap: of the layer.
+        layer: full name of the layer.
+        batch: the samples of the model's forward.
+    """
+
+    def __init__(self, tap: Callable[..., Tensor], layer: str, batch: Batch) -> None:
+        self._tap, self._batch, self.layer = tap, batch, layer
+
+    @property
+    def samples(self) -> int | None:
+        """B of the model's forward; None outside of it."""
+        return self._batch.count
+
+    def is_given(self, t: Tensor) -> bool:
+        """True if the model was called with a tensor, or it is a view of one of these."""
+        return self._batch.is_given(t)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Implements `TapFn`."""
+        return self._tap(*args, **kwargs)
+
+
 class TappedLayer:
     """A module whose class was swapped for one that computes through taps.
 
@@ -80,6 +106,8 @@ class TappedLayer:
     ) -> None:
         self.module, self.rule, self.slots = module, rule, tuple(slots)
         self._batch = batch
+        tells = isinstance(batch, Batch)
+        self._given_tap = SampleTap(self.tap, self.slots[0].layer, batch) if tells else self.tap
         self._watched = [tuple(params) for params in watched]
         self._names = [[p.name for p in params] for params in self._watched]
         self._trained = [p for params in self._watched for p in params]
@@ -102,7 +130,7 @@ class TappedLayer:
             if not ordinary and not self._annotating.may_be_tapped(args, kwargs):
                 self._note_untappable(args, kwargs)
             elif self._active():
-                return self.rule.forward(self.module, self.tap, *args, **kwargs)
+                return self.rule.forward(self.module, self._given_tap, *args, **kwargs)
             else:
                 self.note_untapped(args, kwargs)
         return self._swap.plain_forward(*args, **kwargs)

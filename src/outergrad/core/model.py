@@ -102,7 +102,9 @@ def _unit(
     names = tuple(dict.fromkeys(name for slot in slots for name in slot.params))
     matrices = _matrices(slots, params)
     if matrices:
-        matrices += _columns(slots, {name: params[name] for name in names if name in vectors})
+        weights = {matrix.weight for matrix in matrices}
+        biases = [name for name in names if name in vectors and name not in weights]
+        matrices += _columns(slots, {name: params[name] for name in biases})
     return Unit(tuple(slots), names, _numel(names, params), matrices)
 
 

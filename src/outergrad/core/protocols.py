@@ -13,7 +13,12 @@ from outergrad.events import Event
 
 
 class TapFn(Protocol):
-    """Marks the output of a product, so that its factors are captured in backward."""
+    """Marks the output of a product, so that its factors are captured in backward.
+
+    Where a transform tells samples apart, it has the attributes `samples`, the number B of samples
+    that the model was called with, None outside of its forward, `layer`, the layer's full name,
+    and `is_given(t)`, true of a tensor that the model was called with.
+    """
 
     def __call__(
         self,

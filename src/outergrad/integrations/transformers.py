@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from outergrad._whole_files import save_whole
 from outergrad.core.packages import how_to_install
 from outergrad.core.protocols import Method, Policy, Rule, Rules, TapFn
+from outergrad.core.transform import SampleRows, Samples
 from outergrad.core.types import Call, Factors, Slot
 from outergrad.integrations._sites import agree_on, end_training, resume, site_state
 from outergrad.layers import RULES as TORCH_RULES
 from outergrad.layers._common import join, rows_of
+from outergrad.linalg.site_gradient import sampled
 from outergrad.methods.local_steps import LocalSteps
 from outergrad.record.recorders import Recorders
 from outergrad.session.session import Session
@@ -48,9 +50,10 @@ class Conv1DRule:
 
     def forward(self, module: Conv1D, tap: TapFn, x: Tensor) -> Tensor:
         """Computes as `Conv1D`; the bias, added behind the tap, travels by itself."""
-        flat_NI = x.reshape(-1, x.shape[-1])
-        y_NO = tap(flat_NI @ module.weight.detach(), flat_NI, rows=len(flat_NI))
-        return (y_NO + module.bias).view(*x.shape[:-1], module.nf)
+        flat_NI, samples = x.reshape(-1, x.shape[-1]), x.shape[0] if x.dim() > 1 else 1
+        y_NO = flat_NI @ module.weight.detach()
+        tapped = tap(y_NO, flat_NI, rows=len(flat_NI), samples=samples)
+        return tapped.view(*x.shape[:-1], module.nf) + module.bias
 
     def rows(self, module: Conv1D, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
         """Returns the number of positions of the input."""
@@ -60,6 +63,10 @@ class Conv1DRule:
         """Returns the factors, with input and delta in each other's place."""
         a_1NI = rows_of(call.a, call.a.shape[-1]).to(call.d.dtype)
         return Factors(d_GRO=a_1NI, a_GRI=rows_of(call.d, call.d.shape[-1]))
+
+    def by_sample(self, module: Conv1D, slot: int, call: Call, samples: Samples) -> SampleRows:
+        """Returns the rows of `factors` with the index of each row's sample."""
+        return sampled(self.factors(module, slot, call), samples)
 
 
 _RULES: dict[type[nn.Module], Rule] = {**TORCH_RULES, Conv1D: Conv1DRule()}

@@ -76,6 +76,22 @@ def matrix_slot(module: Any, name: str, weight: str = "weight", bias: str = "bia
     return Slot(name, join(name, weight), outputs, math.prod(inputs), bias=full_bias)
 
 
+def samples_of(tap: TapFn) -> int | None:
+    """Returns B where a transform tells samples apart, None elsewhere."""
+    return getattr(tap, "samples", None)
+
+
+def layer_of(tap: TapFn) -> str:
+    """Returns the full name of the layer where a transform tells samples apart."""
+    return getattr(tap, "layer", "")
+
+
+def is_given(tap: TapFn, t: Tensor) -> bool:
+    """True if a tensor is one that the model was called with, where samples are told apart."""
+    given = getattr(tap, "is_given", None)
+    return given is None or given(t)
+
+
 def join(prefix: str, name: str) -> str:
     """Returns the full name of a child; the root module's name is empty."""
     return f"{prefix}.{name}" if prefix else name

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outergrad.capture.copies import Copies, copied
 from outergrad.core.protocols import TapFn
 from outergrad.core.transform import SampleRows, Samples
 from outergrad.core.types import Call, Factors, Slot
-from outergrad.layers._common import input_of, join
+from outergrad.layers._common import input_of, is_given, join, layer_of, samples_of
 from outergrad.linalg.outer import coalesce
 from outergrad.linalg.site_gradient import sample_of_rows
 
@@ -37,12 +38,22 @@ class EmbeddingRule:
         return [table_slot(module, name)]
 
     def forward(self, module: nn.Embedding, tap: TapFn, input: Tensor) -> Tensor:
-        """Computes the module's forward through a tap."""
+        """Computes the module's forward through a tap.
+
+        Where samples are told apart, ids that all of them share, as those of positions, are looked
+        up once for each.
+
+        Raises:
+            RuntimeError: the ids may be those of samples or of positions.
+        """
         y = F.embedding(input, module.weight.detach(), module.padding_idx)
         if torch.compiler.is_dynamo_compiling():  # ids are counted when the graph runs
             return tap(y, input)
-        samples = input.shape[0] if input.dim() else 1
-        return tap(y, input, rows=distinct(module, input), samples=samples)
+        samples, total = input.shape[0] if input.dim() else 1, samples_of(tap)
+        if total is None or (samples == total and not _may_be_shared(tap, input)):
+            return tap(y, input, rows=distinct(module, input), samples=samples)
+        y_B = tap(copied(y, total), input, rows=distinct(module, input), samples=total)
+        return Copies(y_B, join(layer_of(tap), "weight"))
 
     def rows(
         self, module: nn.Embedding, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -72,8 +83,25 @@ class EmbeddingRule:
 
 
 def _looked_up(call: Call) -> tuple[Tensor, Tensor]:
-    """Returns ids (N,) and deltas (N, O)."""
-    return call.a.flatten(), call.d.reshape(-1, call.d.shape[-1])
+    """Returns ids (N,) and deltas (N, O); ids that all samples share come once for each."""
+    return call.a.expand(call.d.shape[:-1]).flatten(), call.d.reshape(-1, call.d.shape[-1])
+
+
+def _may_be_shared(tap: TapFn, ids: Tensor) -> bool:
+    """True if as many ids as samples may be positions; `Copies` is right for both.
+
+    Raises:
+        RuntimeError: a square of ids was computed, as positions relative to each other are.
+    """
+    total = len(ids) if ids.dim() else 1
+    if total > 1 and ids.shape[:2] == (total, total) and not is_given(tap, ids):
+        raise RuntimeError(
+            f"{layer_of(tap)!r} is called with {total} x {total} ids, and the model with {total} "
+            f"samples: whether the first dimension counts samples or positions is not known, and "
+            f"the transform needs the gradient of each sample: use another batch size"
+        )
+    places = torch.arange(total, dtype=ids.dtype, device=ids.device)
+    return total > 1 and ids.dim() == 1 and ids.equal(places)
 
 
 def objection_to_lookup(module: nn.Embedding | nn.EmbeddingBag) -> str | None:

@@ -19,7 +19,7 @@ from outergrad.core.types import Factors, Gradient, Part, Place, Slot
 from outergrad.linalg.inner import inner, shared_directions
 from outergrad.linalg.leading import effective_rank, leading_values, values_of_rows
 from outergrad.linalg.outer import stack, widened
-from outergrad.linalg.site_gradient import squared_sample_norms
+from outergrad.linalg.sample_products import squared_sample_norms
 from outergrad.record.recorders import warn
 
 SPECTRUM = 16

@@ -186,7 +186,9 @@ def distribute(
         refuse_max_bad_steps(max_bad_steps)
         recorders = recorders_of(recorder)
         check_transform(transform)
-        inspection = topology.look_at(model, capturing(method, transform), rules)
+        by_sample = transform is not None and transform.needs_samples
+        captured = capturing(method, transform)
+        inspection = topology.look_at(model, captured, rules, by_sample=by_sample)
         refuse_incapable(repr(method), inspection.compressors, comm)
         kept = (buffers or topology.buffers) == "local"
         refuse_unfit(transform, model, method, inspection, keeps=kept)

@@ -18,6 +18,7 @@ from outergrad.core.model import Compressors, Model
 from outergrad.core.protocols import Rule, Rules
 from outergrad.core.types import Slot
 from outergrad.layers import rule_for
+from outergrad.layers.bare import with_bare
 from outergrad.layers.embedding import MAX_NORM_REFUSED, SPARSE_REFUSED
 from outergrad.messages.header import DTYPES
 from outergrad.messages.raw import has_elements
@@ -77,7 +78,14 @@ class Inspection:
     norms_over_sites: tuple[str, ...] = ()
 
 
-def inspect(model: nn.Module, method: Any, rules: Rules, *, replays: bool = True) -> Inspection:
+def inspect(
+    model: nn.Module,
+    method: Any,
+    rules: Rules,
+    *,
+    replays: bool = True,
+    by_sample: bool = False,
+) -> Inspection:
     """Inspects a model that is to be distributed.
 
     Args:
@@ -86,13 +94,15 @@ def inspect(model: nn.Module, method: Any, rules: Rules, *, replays: bool = True
         rules: rules by type of layer.
         replays: whether sites can compute parts of the model again for each other. Otherwise the
             method treats these parts as other layers.
+        by_sample: whether gradients of samples are to be told apart, also those of parameters
+            without a rule.
 
     Raises:
         ValueError: the model cannot be distributed by the method.
         TypeError: `method` is no method.
     """
     _check_model(model)
-    look = _Look(model, method, rules)
+    look = _Look(model, method, rules, by_sample=by_sample)
     blocks = look.blocks() if replays and not look.assignment.changes else []
     layers = list(look.layers())
     for slot in (slot for layer in layers for slot in layer.slots):
@@ -128,8 +138,10 @@ class _Look:
         trained: shared parameters that are trained.
     """
 
-    def __init__(self, model: nn.Module, method: Any, rules: Rules) -> None:
-        self._model, self._rules = model, rules
+    def __init__(
+        self, model: nn.Module, method: Any, rules: Rules, *, by_sample: bool = False
+    ) -> None:
+        self._model, self._rules, self._by_sample = model, rules, by_sample
         params = dict(model.named_parameters())
         buffers = [name for name, _ in model.named_buffers()]
         self.assignment = Assignment(method, list(params), buffers)
@@ -194,9 +206,14 @@ class _Look:
 
     def _rule(self, prefix: str, module: nn.Module) -> tuple[Rule | None, str]:
         try:
-            return rule_for(module, self._rules)
+            found = rule_for(module, self._rules)
         except ValueError as error:
             raise ValueError(f"{prefix or type(module).__name__}: {error}") from None
+        return with_bare(*found, module, self._is_trained) if self._by_sample else found
+
+    def _is_trained(self, p: nn.Parameter) -> bool:
+        """True if the parameter is trained and shared."""
+        return self._names[id(p)] in self.trained
 
     def _named_slots(self, rule: Rule, module: nn.Module, prefix: str) -> tuple[Slot, ...]:
         """Returns the rule's slots, with tied parameters under their first name."""

@@ -37,7 +37,9 @@ class Topology:
     def __init__(self, site: Comm) -> None:
         self.site = site
 
-    def look_at(self, model: nn.Module, method: Any, rules: Rules) -> Inspection:
+    def look_at(
+        self, model: nn.Module, method: Any, rules: Rules, *, by_sample: bool = False
+    ) -> Inspection:
         """Inspects the model; for `og.LocalSteps` without rules, as weight changes have no factors.
 
         Raises:
@@ -45,7 +47,7 @@ class Topology:
         """
         if isinstance(method, LocalSteps):
             return streamed(inspect(model, method.method, {}), method)
-        return inspect(model, method, rules)
+        return inspect(model, method, rules, by_sample=by_sample)
 
     def refuse_settings(self, **settings: Any) -> None:
         """Raises for settings that this topology cannot have; here there are none."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from examples.privacy import DPSGD, ClippedLayers, ClippedSite, Half
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import outergrad as og
 from cases import Branches, mlp
@@ -67,17 +68,27 @@ def buffered():
 
 
 MODEL, DEEPER = mlp(6, 7, 5), mlp(6, 7, 7, 5)
-PARAMETER = nn.Parameter(torch.ones(4))
+LISTED = nn.ParameterList([torch.ones(4)])
 SITE, SAMPLES = ClippedSite(1.0), DPSGD(1.0)
 FROZEN = r"freeze it .* or make it og.Local\(\)"
 REFUSED = {
-    "no rule": (normed(nn.LayerNorm(4)), og.DAD(), SAMPLES, rf"'1.weight' .*LayerNorm.*{FROZEN}"),
-    "no rule, dense": (normed(nn.LayerNorm(4)), og.Dense(), SAMPLES, rf"'1.weight' .*{FROZEN}"),
-    "a parameter": (
-        Branches(lambda m, x: m.layer(x) * m.p, layer=nn.Linear(6, 4), p=PARAMETER),
+    "parametrised": (
+        nn.Sequential(weight_norm(nn.Linear(6, 4))),
         og.DAD(),
         SAMPLES,
-        rf"'p' .*{FROZEN}",
+        rf"'0.parametrizations.weight.original0' .*remove_parametrizations.*{FROZEN}",
+    ),
+    "parametrised, dense": (
+        nn.Sequential(weight_norm(nn.Linear(6, 4))),
+        og.Dense(),
+        SAMPLES,
+        rf"'0.parametrizations.weight.original0' .*{FROZEN}",
+    ),
+    "a list": (
+        Branches(lambda m, x: m.layer(x) * m.p[0], layer=nn.Linear(6, 4), p=LISTED),
+        og.DAD(),
+        SAMPLES,
+        rf"'p.0' .*ParameterList.*{FROZEN}",
     ),
     "frozen in part": (
         mlp(6, 4)[:1].requires_grad_(True),
@@ -206,6 +217,46 @@ def packed(model, session):
     model(nn.utils.rnn.pack_padded_sequence(DEEP, [3, 3, 2, 1], batch_first=True))
 
 
+def of_others(model, session):
+    """Reads the parameter of a norm outside of it."""
+    (model(X) * model[1].weight.sum()).sum().backward()
+
+
+def bare(forward, *shape):
+    """A layer, and a parameter that a forward reads."""
+    p = nn.Parameter(torch.ones(shape))
+    return Branches(lambda m, x: forward(m.layer(x), m.p), layer=nn.Linear(6, 4), p=p)
+
+
+def rows_joined(y, p):
+    return torch.cat([y, p.expand(4, 4)])
+
+
+BARE = {
+    "a matrix": (lambda y, p: y @ p, (4, 4), r"'p' is used by \w+\(\) with tensors of samples"),
+    "in place": (lambda y, p: y * p.mul_(2), (4,), r"'p' is used by mul_\(\) in place"),
+    "its data": (lambda y, p: y * p.data, (4,), r"'p' is used by data\(\) as .data"),
+    "flattened samples": (lambda y, p: y.flatten() * p.repeat(4), (4,), r"whose first dimension"),
+    "joined": (rows_joined, (1, 4), r"along the dimension of the samples"),
+    "a number of it": (lambda y, p: y * float(p.sum()), (4,), r"cannot be computed by sample"),
+}
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_parameters_whose_use_is_not_known(name):
+    forward, shape, match = BARE[name]
+
+    def body(rank, group):
+        replica = bare(forward, *shape)
+        session = og.distribute(replica, og.DAD(), group=group, transform=SAMPLES)
+        with pytest.raises(RuntimeError, match=f"{match}.* freeze it .*give its module a rule"):
+            replica(X)
+        assert "p" not in vars(replica)
+        session.detach()
+
+    run_on_lasting_groups(2, body)
+
+
 FLAT = Branches(lambda m, x: m.layer(x.flatten(0, 1)), layer=nn.Linear(6, 4))
 SEQUENCES = Branches(lambda m, x: m.layer(x)[0], layer=nn.GRU(6, 4, batch_first=True))
 ZERO = r"zero_grad\(set_to_none=True\)"
@@ -217,6 +268,12 @@ IN_TIME = {
     "penalty": (MODEL, SAMPLES, penalised, r"autograd has a gradient for '0.weight'.*og.Local"),
     "left over": (MODEL, Half(), left_over, rf"'0.weight' had a gradient before.*{ZERO}"),
     "left over, of all layers": (MODEL, SITE, left_over, ZERO),
+    "outside of its norm": (
+        normed(nn.LayerNorm(4)),
+        SAMPLES,
+        of_others,
+        r"'1.weight' outside of its layer .*leave that out",
+    ),
     "left over, by sample": (MODEL, SAMPLES, left_over, ZERO),
     "zeros left": (MODEL, SITE, zeros_left, ZERO),
     "no_sync": (MODEL, SAMPLES, unsynced, r"no_sync\(\): DPSGD.* share every backward"),

@@ -13,6 +13,8 @@ from torch import nn
 from torch.optim import SGD
 
 import outergrad as og
+from by_sample import CASES as OF_SAMPLES
+from by_sample import SampleCase, by_sample, loss_of, total
 from cases import METHODS, SHARED_STREAM, Boom, Branches, build, mlp, pooled, relative_error, run
 from covering import covering
 from outergrad.transforms import formed
@@ -384,3 +386,25 @@ def test_coverage_says_what_travels():
     assert lines[0.0]["0.weight"].why == "requires_grad is False"
     assert lines[0.0]["2.bias"].why.endswith("; after DPSGD(limit=1.0, noise=0.0)")
     assert lines[2.0]["2.bias"].why.startswith("the transform returns formed gradients; after ")
+
+
+@pytest.mark.parametrize("name", ["norms", "tokens", "positions of all", "bias alone"])
+def test_a_site_without_samples_in_a_step(name):
+    """As Poisson sampling may leave one: the others' gradient counts, and nothing is made up."""
+    torch.manual_seed(3)
+    case = OF_SAMPLES[name]()
+    x = case.batches[0]
+
+    def body(rank, group):
+        model = copy.deepcopy(case.model)
+        session = og.distribute(model, og.DAD(), group=group, transform=DPSGD(1e9))
+        batch = x if rank == 0 else x[:0]
+        y = model(batch)
+        (loss_of(model, batch) if rank == 0 else y.sum()).backward()
+        session.detach()
+        return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+
+    expected = total(by_sample(SampleCase(case.model, [x]), 0))
+    for grads in run_on_lasting_groups(2, body):
+        for parameter, wanted in expected.items():
+            torch.testing.assert_close(grads[parameter].double(), wanted / 2, rtol=1e-4, atol=1e-6)

@@ -57,7 +57,9 @@ class MeshTopology(Topology):
         else None."""
         self._own: list[str] = []
 
-    def look_at(self, model: nn.Module, method: Any, rules: Rules) -> Inspection:
+    def look_at(
+        self, model: nn.Module, method: Any, rules: Rules, *, by_sample: bool = False
+    ) -> Inspection:
         """Inspects the model, or this rank's shards of it if it is sharded."""
         refuse(of_method(method))
         if is_sharded(model):
@@ -70,7 +72,7 @@ class MeshTopology(Topology):
             inspection = streamed(inspect(model, method.method, {}, replays=False), method)
         else:
             refuse_lacking("mesh=", {Capability.ALL_TO_ALL}, self._levels.local)
-            inspection = inspect(model, method, rules, replays=False)
+            inspection = inspect(model, method, rules, replays=False, by_sample=by_sample)
             self.buffers = Topology.buffers
         refuse(of_inspection(inspection, **self._kind))
         own = inspection.local.items()

@@ -1,0 +1,1 @@
+"""Extensions that a user of the library would write."""
