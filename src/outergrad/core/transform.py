@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -53,12 +53,17 @@ class SiteGradient:
         formed: gradients that have no rows, by the full name of the parameter, in its shape.
         params: the parameters concerned, by full name; read-only.
         samples: B, the number of samples in this site's batch; 0 where the transform did not ask.
+        sites: S, the number of sites in this step, over which results are averaged.
+        layers: number of parts that the whole gradient has: of the calls per step, if the transform
+            does not need all layers at once.
     """
 
     rows: Mapping[Slot, SampleRows]
     formed: Mapping[str, Tensor]
     params: Mapping[str, Tensor]
     samples: int = 0
+    sites: int = 1
+    layers: int = 1
 
 
 class GradientTransform(Protocol):
@@ -76,19 +81,58 @@ class GradientTransform(Protocol):
     state: save it beside, as by `og.Checkpoints(..., noise=generator)`.
     """
 
-    needs_samples: bool
-    """True if it must know the sample of each row. Gradients without rows are then refused."""
-    needs_all_layers: bool
-    """True if it must see the gradients of all parameters at once: nothing is sent before the end
-    of backward. Otherwise it is called for one weight of a layer with its bias (and all parameters
-    shared with them), or for one other parameter, at a time."""
-    forms: bool = False
-    """True if its whole result is in `formed`, as noise has no rows: layers then travel dense, or
-    at low rank of their formed gradients. The attribute may be missing."""
+    @property
+    def needs_samples(self) -> bool:
+        """True if it must know the sample of each row. Gradients without rows are then refused."""
+        ...
+
+    @property
+    def needs_all_layers(self) -> bool:
+        """True if it must see the gradients of all parameters at once.
+
+        Nothing is sent before the end of backward then. Otherwise it is called for one weight of a
+        layer with its bias (and all parameters shared with them), or for one other parameter, at a
+        time.
+        """
+        ...
+
+    @property
+    def forms(self) -> bool:
+        """True if its whole result is in `formed`, as noise has no rows; it may be missing.
+
+        Layers then travel dense, or at low rank of their formed gradients.
+        """
+        return False
+
+    @property
+    def adds_up(self) -> bool:
+        """True if it is about the sum over the sites, all of which count alike; it may be missing.
+
+        Then weights of sites and `session.join()` are refused. If it `forms`, so is what sends
+        anything but a part of a sum: gathered payloads, and error feedback.
+        """
+        return False
 
     def __call__(self, gradient: SiteGradient) -> SiteGradient:
         """Returns the gradient to send; with `forms` all of it in `formed`.
 
         Without `forms` the result has the same slots, the same row counts and the same names.
         """
+        ...
+
+
+@runtime_checkable
+class Telling(Protocol):
+    """What a transform has besides if it learns from a sum over the sites of numbers of its own.
+
+    It decides by its settings alone whether it tells any, and how many. All sites are told the same
+    sum, behind every step that counts, in one short message.
+    """
+
+    def tell(self) -> Tensor | None:
+        """Returns this site's numbers of the last step, float64; None if it tells none."""
+        ...
+
+    def hear(self, total: Tensor) -> None:
+        """Takes their sum over the sites, equal on all of them."""
         ...

@@ -56,7 +56,7 @@ from outergrad.session.reporting import Reporter, described
 from outergrad.session.running_step import RunningStep
 from outergrad.session.settings import Settings
 from outergrad.session.state import Progress, resumed, saved
-from outergrad.session.transform_checks import noted, units_shown
+from outergrad.session.transform_checks import noted, refuse_join, units_shown
 from outergrad.session.uneven_loops import UnevenLoops
 from outergrad.session.updates import SharedGradients
 from outergrad.session.usual_method import usual_noted
@@ -247,6 +247,7 @@ class Session:
             StepDiscardedError: the loop of another site raised.
         """
         self._updates.refuse_join()
+        refuse_join(self._exchange.transform)
         if not self._exchange.several:
             return nullcontext()
         return self._uneven.join(step, divides_by_all=divide_by_initial_world_size)

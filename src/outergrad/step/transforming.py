@@ -23,10 +23,15 @@ class Transforming:
         transform: the user's transform.
         captured: factors of the backward; the transform's output replaces them.
         leftover: name of a parameter that had a gradient before, which is none of this step's.
+        sites: number of sites in this step.
     """
 
     def __init__(
-        self, transform: GradientTransform, captured: Captured, leftover: str = ""
+        self,
+        transform: GradientTransform,
+        captured: Captured,
+        leftover: str = "",
+        sites: int = 1,
     ) -> None:
         self._transform, self._captured, self._leftover = transform, captured, leftover
         self.holds_back = transform.needs_all_layers
@@ -34,6 +39,7 @@ class Transforming:
         in_units = {name for unit in model.units for name in unit.params}
         plain = [Unit((), (n,), p.numel()) for n, p in self._params.items() if n not in in_units]
         self._waiting: list[Unit] = [*model.units, *plain]
+        self._sites, self._layers = sites, len(self._waiting)
         self._made: set[str] = set()
         self._forward: int | None = None
 
@@ -74,7 +80,7 @@ class Transforming:
                     samples = max(samples, count)
         in_rows = {name for slot in rows for name in slot.params}
         formed = {name: _gradient(p) for name, p in params.items() if name not in in_rows}
-        return SiteGradient(rows, formed, params, samples)
+        return SiteGradient(rows, formed, params, samples, self._sites, self._layers)
 
     def _in_rows(self, unit: Unit) -> bool:
         """True if rows are the whole gradient of a unit; otherwise all of it is formed now.

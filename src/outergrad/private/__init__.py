@@ -1,0 +1,1 @@
+"""Differential privacy: clipped samples, and noise that is shared out among the sites."""
