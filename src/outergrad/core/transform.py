@@ -109,7 +109,8 @@ class GradientTransform(Protocol):
         """True if it is about the sum over the sites, all of which count alike; it may be missing.
 
         Then weights of sites and `session.join()` are refused. If it `forms`, so is what sends
-        anything but a part of a sum: gathered payloads, and error feedback.
+        anything but a part of a sum: gathered payloads, and error feedback; and sites do not tell
+        each other how many rows a layer had.
         """
         return False
 

@@ -23,7 +23,7 @@ _COUNTED = 20
 """Of the expected batch, the part that the noise of adaptive counts is by default."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Private:
     """Differentially private training: clipped samples, and Gaussian noise on their sum.
 
@@ -108,6 +108,11 @@ class Private:
     def _require(self, holds: bool, name: str, wanted: str) -> None:
         if not holds:
             raise ValueError(f"Private: {name}={getattr(self, name)!r}; use {wanted}")
+
+    def __repr__(self) -> str:
+        """Shows the settings that have to be given, and those that differ from the defaults."""
+        shown = [f for f in fields(self) if f.repr and getattr(self, f.name) != f.default]
+        return f"Private({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
 
     # -- what it asks of a session ----------------------------------------------------------------
 

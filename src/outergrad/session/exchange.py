@@ -227,7 +227,12 @@ class Exchange:
         header = share.header_builder.header(Announced(self._at.stats.step, *about))
         if not getattr(self.transform, "forms", False):
             return header
-        return replace(header, uses=tuple(replace(use, tapped=False) for use in header.uses))
+        uses = [replace(use, tapped=False) for use in header.uses]
+        if getattr(self.transform, "adds_up", False):  # a batch's size tells of its samples
+            for slot, k in zip(share.model.slots, range(len(uses)), strict=False):
+                most = slot.outputs + slot.inputs  # from so many rows on all travels dense
+                uses[k] = replace(uses[k], rows=most if slot.weight in announced else 0)
+        return replace(header, uses=tuple(uses))
 
     def new_step(self, header: Header, **about: Any) -> SyncedStep:
         """Begins a step with the other sites, of the whole model by default.
