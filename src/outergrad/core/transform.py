@@ -123,6 +123,26 @@ class GradientTransform(Protocol):
 
 
 @runtime_checkable
+class Accumulating(Protocol):
+    """What a transform that needs samples has besides if it allows `session.no_sync()`."""
+
+    @property
+    def accumulates(self) -> bool:
+        """True if results of several backward passes may be added up."""
+        ...
+
+    def partial(self, gradient: SiteGradient) -> SiteGradient:
+        """Returns what a backward adds to the result of the next one that is shared, formed."""
+        ...
+
+
+def accumulating(transform: object) -> Accumulating | None:
+    """Returns the transform if results of several backward passes may be added up, or None."""
+    allowed = isinstance(transform, Accumulating) and transform.accumulates
+    return transform if allowed else None  # type: ignore[return-value]
+
+
+@runtime_checkable
 class Telling(Protocol):
     """What a transform has besides if it learns from a sum over the sites of numbers of its own.
 

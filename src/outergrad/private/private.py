@@ -141,18 +141,30 @@ class Private:
     @torch.no_grad()
     def __call__(self, gradient: SiteGradient) -> SiteGradient:
         """Returns S / batch times the clipped sum, with this site's share of the noise on it."""
+        changed = self._changed(gradient)
+        if not self.noise:
+            return changed
+        own = replace(changed, formed={n: g.clone() for n, g in changed.formed.items()})
+        share = self._of_gradients * self._limit(1) / math.sqrt(gradient.sites)
+        return self._noisy(formed(own), share * gradient.sites / self.batch)
+
+    @property
+    def accumulates(self) -> bool:
+        """True but with "adaptive": clipped sums of several passes add up, with noise once."""
+        return self.clipping != "adaptive"
+
+    @torch.no_grad()
+    def partial(self, gradient: SiteGradient) -> SiteGradient:
+        """Returns S / batch times the clipped sum of a pass that is shared later, formed."""
+        return formed(self._changed(gradient))
+
+    def _changed(self, gradient: SiteGradient) -> SiteGradient:
         limit = self._limit(gradient.layers)
         norms_B = sample_norms(gradient) * gradient.samples  # rows are of the mean
         scale = gradient.sites / self.batch  # of the mean over the sites the sum over batch
-        factor_B = self._factors(norms_B, limit) * (gradient.samples * scale)
-        changed = scaled_samples(gradient, factor_B)
         if self.clipping == "adaptive":
             self._count(norms_B, gradient.sites)
-        if not self.noise:
-            return changed
-        share = self._of_gradients * self._limit(1) / math.sqrt(gradient.sites)
-        own = replace(changed, formed={n: g.clone() for n, g in changed.formed.items()})
-        return self._noisy(formed(own), share * scale)
+        return scaled_samples(gradient, self._factors(norms_B, limit) * gradient.samples * scale)
 
     def _limit(self, layers: int) -> float:
         if self.clipping == "per_layer":

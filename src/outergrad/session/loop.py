@@ -41,6 +41,7 @@ from outergrad.step import param_grad
 from outergrad.step.cadence import Share
 from outergrad.step.header_builder import Loop
 from outergrad.step.joint import JointStep, Point, described
+from outergrad.step.unsynced import UnsyncedStep
 
 LOOKS, LOOKS_EVERY = 3, 16
 """In 3 of every 16 steps gradients are compared once backward has ended. That takes a microsecond
@@ -336,7 +337,10 @@ class BackwardLoop:
             except ExchangeError as error:
                 if not self._failure.abort_and_settle(shared, error):
                     raise self._failure.error() from error
-        elif self._running.due_parts is not None and self._mishaps.skips_bad:
+        elif self._running.due_parts is None:
+            assert isinstance(self._running.step, UnsyncedStep)
+            self._running.step.finish()
+        elif self._mishaps.skips_bad:
             self._mishaps.alone(self._at.stats.step)
 
     def close(self, shared: SyncedStep | None) -> None:

@@ -30,6 +30,7 @@ from outergrad.core.errors import (
     SitesChangedError,
 )
 from outergrad.core.protocols import Method
+from outergrad.core.transform import accumulating
 from outergrad.core.transport import Comm
 from outergrad.core.types import StateDict
 from outergrad.events import Evaluation
@@ -208,7 +209,8 @@ class Session:
         Raises:
             RuntimeError: a transform needs the gradient of each sample, which a sum does not have.
         """
-        if self._exchange.batch is not None:
+        exchange = self._exchange
+        if exchange.batch is not None and accumulating(exchange.transform) is None:
             raise RuntimeError(
                 f"session.no_sync(): {self._exchange.transform!r} needs the gradient of each "
                 f"sample, which is not kept over several passes: share every backward, of one batch"

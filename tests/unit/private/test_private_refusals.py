@@ -32,7 +32,10 @@ REFUSED_SETTINGS = {
     "both": ({"secure": True, "generator": torch.Generator()}, "None with secure=True"),
 }
 SUMS = r"use og.Dense\(\), og.RankDAD\(reduce='all_reduce' or 'alternate'\)"
-FEEDBACK = r"keeps what it has not sent and adds it to later sums.*error_feedback=None \(og.RankDAD\) or False"
+FEEDBACK = (
+    r"keeps what it has not sent and adds it to later sums.*"
+    r"error_feedback=None \(og.RankDAD\) or False"
+)
 WIDE = mlp(40, 48, 32)
 NORMED = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 REFUSED = {
