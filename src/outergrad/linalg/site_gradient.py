@@ -83,7 +83,7 @@ def sample_norms(gradient: SiteGradient) -> Tensor:
         ValueError: the sample of some rows is unknown, or a gradient has no rows.
     """
     _check_sampled(gradient)
-    return _sum(_squared_norms(gradient, slots) for slots in _together(gradient.rows)).sqrt()
+    return _sum(_squared_norms(gradient, slots) for slots in together(gradient.rows)).sqrt()
 
 
 def _check_sampled(gradient: SiteGradient) -> None:
@@ -103,7 +103,7 @@ def _sum(parts: Iterable[Tensor]) -> Tensor:
     return torch.stack(list(parts)).sum(dim=0)
 
 
-def _together(slots: Iterable[Slot]) -> list[list[Slot]]:
+def together(slots: Iterable[Slot]) -> list[list[Slot]]:
     """Groups slots that add to the same part of a weight or bias, directly or by way of others."""
     groups: list[list[Slot]] = []
     for slot in slots:
@@ -153,7 +153,7 @@ def squared_sample_norms(slot: Slot, part: SampleRows, samples: int) -> Tensor:
     assert part.samples_N is not None
     if not len(part.samples_N):
         return widened(part.factors.d_GRO).new_zeros(samples)
-    d_GNO, where = widened(part.factors.d_GRO), _places(part.samples_N, samples)
+    d_GNO, where = widened(part.factors.d_GRO), places_of(part.samples_N, samples)
     d_BGLO = where.padded(d_GNO)
     if slot.lookup:
         ids_BL = where.padded(part.factors.a_GRI[None, :, None])[:, 0, :, 0]
@@ -174,7 +174,8 @@ def _paired(d_BGLO: Tensor, pairs_BGLL: Tensor) -> Tensor:
     return ((d_BGLO @ d_BGLO.mT) * pairs_BGLL).sum(dim=(1, 2, 3)).clamp_min(0)
 
 
-def _places(samples_N: Tensor, samples: int) -> _Rectangle | _Places:
+def places_of(samples_N: Tensor, samples: int) -> _Rectangle | _Places:
+    """Returns what puts rows, (G, N, W), in the places of their samples, (B, G, L, W)."""
     rows = len(samples_N)
     for positions_first in (False, True) if rows % samples == 0 else ():
         about = Samples(samples, positions_first, 0)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from outergrad.core.transform import SiteGradient
 from outergrad.linalg.outer import widened
-from outergrad.linalg.site_gradient import formed, sample_norms, scaled_samples
+from outergrad.linalg.sample_sums import SampleSums
+from outergrad.linalg.site_gradient import sample_norms, scaled_samples
 from outergrad.private.clipping import clipped, normalized
 from outergrad.private.noise import Noise, add, source
 from outergrad.private.quantile import Threshold
@@ -141,12 +142,10 @@ class Private:
     @torch.no_grad()
     def __call__(self, gradient: SiteGradient) -> SiteGradient:
         """Returns S / batch times the clipped sum, with this site's share of the noise on it."""
-        changed = self._changed(gradient)
         if not self.noise:
-            return changed
-        own = replace(changed, formed={n: g.clone() for n, g in changed.formed.items()})
-        share = self._of_gradients * self._limit(1) / math.sqrt(gradient.sites)
-        return self._noisy(formed(own), share * gradient.sites / self.batch)
+            return scaled_samples(gradient, self._factors(gradient, sample_norms(gradient)))
+        deviation = self._of_gradients * self._limit(1) / math.sqrt(gradient.sites)
+        return self._noisy(self._summed(gradient), deviation * _scale(gradient, self.batch))
 
     @property
     def accumulates(self) -> bool:
@@ -156,25 +155,27 @@ class Private:
     @torch.no_grad()
     def partial(self, gradient: SiteGradient) -> SiteGradient:
         """Returns S / batch times the clipped sum of a pass that is shared later, formed."""
-        return formed(self._changed(gradient))
+        return self._summed(gradient)
 
-    def _changed(self, gradient: SiteGradient) -> SiteGradient:
-        limit = self._limit(gradient.layers)
-        norms_B = sample_norms(gradient) * gradient.samples  # rows are of the mean
-        scale = gradient.sites / self.batch  # of the mean over the sites the sum over batch
+    def _summed(self, gradient: SiteGradient) -> SiteGradient:
+        sums = SampleSums(gradient)
+        return sums.summed(self._factors(gradient, sums.norms()))
+
+    def _factors(self, gradient: SiteGradient, norms_B: Tensor) -> Tensor:
+        """Factors of samples, of whose mean over this site's batch the gradient is made, (B,)."""
+        of_sample_B, limit = norms_B * gradient.samples, self._limit(gradient.layers)
+        if self.clipping == "automatic":
+            factor_B = normalized(of_sample_B, limit, self.stability)
+        else:
+            factor_B = clipped(of_sample_B, limit)
         if self.clipping == "adaptive":
-            self._count(norms_B, gradient.sites)
-        return scaled_samples(gradient, self._factors(norms_B, limit) * gradient.samples * scale)
+            self._count(of_sample_B, gradient.sites)
+        return factor_B * (gradient.samples * _scale(gradient, self.batch))
 
     def _limit(self, layers: int) -> float:
         if self.clipping == "per_layer":
             return self.clip / math.sqrt(layers)
         return self._threshold.value
-
-    def _factors(self, norms_B: Tensor, limit: float) -> Tensor:
-        if self.clipping == "automatic":
-            return normalized(norms_B, limit, self.stability)
-        return clipped(norms_B, limit)
 
     def _noisy(self, gradient: SiteGradient, deviation: float) -> SiteGradient:
         noisy = {
@@ -260,6 +261,11 @@ def _again(settings: Mapping[str, Any], state: Mapping[str, Any]) -> Private:
     private = Private(**settings)
     private.load_state_dict(state)
     return private
+
+
+def _scale(gradient: SiteGradient, batch: float) -> float:
+    """Factor by which sites multiply their sums, so that their mean is the sum over `batch`."""
+    return gradient.sites / batch
 
 
 def _positive(value: Any) -> bool:
