@@ -74,11 +74,11 @@ class GradientTransform(Protocol):
     weight is applied: with several backward passes (`no_sync`, `every=k`) their sum. Its `repr`
     must contain its settings, as that of a frozen dataclass does: the sites compare it.
 
-    Samples are counted along the first dimension of the first tensor that the model is called
-    with, and every layer is checked to see as many. Of a loss that is a mean, as usual, the rows
-    of a sample make up 1 / B of its gradient; with a GradScaler all of it is multiplied by its
-    scale. The transform's own state, such as that of a generator, is not part of the session's
-    state: save it beside, as by `og.Checkpoints(..., noise=generator)`.
+    Samples are counted along the first dimension of the first tensor that the model is called with,
+    and every layer is checked to see as many. Of a loss that is a mean, as usual, the rows of a
+    sample make up 1 / B of its gradient. A GradScaler is refused before its first step. The
+    transform's own state, such as that of a generator, is not part of the session's state: save it
+    beside, as by `og.Checkpoints(..., noise=generator)`.
     """
 
     @property

@@ -76,10 +76,7 @@ class Random:
         numbers = torch.from_numpy(bits.astype(np.float32)).view(2, pairs)
         length, angle = numbers[0].abs_(), numbers[1].mul_(math.pi * _UNIT)
         length.mul_(_UNIT).add_(_UNIT / 2).log_().mul_(-2.0).sqrt_()
-        sine = angle.sin().mul_(length)
-        angle.cos_().mul_(length)
-        length.copy_(sine)
-        return numbers.view(-1)[:count]
+        return torch.stack([angle.sin(), angle.cos_()]).mul_(length).view(-1)[:count]
 
     def _generator_of(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-_NEAR = 1e-9
+_NEAR = 1e-4
+"""Largest difference of logarithms that is taken for rounding: of masked sums it is 2⁻²⁴."""
 
 
 class Threshold:
@@ -41,7 +42,7 @@ class Threshold:
         self._own, self._sites = below.sum() + noise, sites
 
     def tell(self) -> Tensor:
-        """Returns the noisy count and the threshold, float64, (2,).
+        """Returns the noisy count, and the threshold's logarithm as large as counts, float64, (2,).
 
         Raises:
             RuntimeError: nothing was counted since the last time.
@@ -49,7 +50,7 @@ class Threshold:
         if self._own is None:
             raise RuntimeError("og.Private: a step has ended in which no samples were counted")
         own, self._own = self._own, None
-        return torch.stack([own, torch.full_like(own, self.value)])
+        return torch.stack([own, torch.full_like(own, self._batch * math.log(self.value))])
 
     def hear(self, total: Tensor) -> None:
         """Moves the threshold by the sums over the sites, (2,).
@@ -57,11 +58,12 @@ class Threshold:
         Raises:
             RuntimeError: the sites have different thresholds.
         """
-        (count, thresholds), sites = total.tolist(), self._sites
-        if not math.isclose(thresholds, sites * self.value, rel_tol=_NEAR):
+        count, logarithms = total.tolist()
+        mean = logarithms / (self._sites * self._batch)
+        if abs(mean - math.log(self.value)) > _NEAR:
             raise RuntimeError(
-                f"og.Private: this site clips to {self.value:.6g}, all together to "
-                f"{thresholds / sites:.6g} on average: give every site the state_dict() of one"
+                f"og.Private: this site clips to {self.value:.4g}, all together to "
+                f"{math.exp(mean):.4g} on average: give every site the state_dict() of one"
             )
         share = 0.5 + count / self._batch
         self.value *= math.exp(-self._rate * (share - self._quantile))

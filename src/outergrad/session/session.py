@@ -207,7 +207,8 @@ class Session:
         to `param.grad` since it was None. With `og.LocalSteps` it is about the ranks of this site.
 
         Raises:
-            RuntimeError: a transform needs the gradient of each sample, which a sum does not have.
+            RuntimeError: a transform needs the gradient of each sample, and does not add up several
+                passes.
         """
         exchange = self._exchange
         if exchange.batch is not None and accumulating(exchange.transform) is None:

@@ -11,6 +11,7 @@ from torch import nn
 import outergrad as og
 from outergrad.private.quantile import Threshold
 from ranks import run_on_lasting_groups
+from stars import on_star
 
 BATCH = 400
 
@@ -77,10 +78,13 @@ def test_counts_have_the_noise_that_is_claimed():
 
 
 def test_sites_with_other_thresholds_are_told_so():
-    own = Threshold(1.0, 0.5, 0.2, 10)
-    own.count(torch.zeros(3), torch.zeros((), dtype=torch.float64), 2)
-    with pytest.raises(RuntimeError, match=r"clips to 1, all together to 1.5 .* state_dict\(\)"):
-        own.hear(own.tell() + torch.tensor([0.0, 2.0], dtype=torch.float64))
+    sites = [Threshold(start, 0.5, 0.2, 10) for start in (1.0, 4.0)]
+    for one in sites:
+        one.count(torch.zeros(3), torch.zeros((), dtype=torch.float64), 2)
+    total = sum(one.tell() for one in sites)
+    for one in sites:
+        with pytest.raises(RuntimeError, match=r"all together to 2 on average.* state_dict\(\)"):
+            one.hear(total)
 
 
 def test_a_threshold_goes_on_from_a_state():
@@ -110,3 +114,24 @@ def test_a_step_that_does_not_count_does_not_move_it():
         assert bad == 0.1
         assert grad is None
         assert good != 0.1
+
+
+@pytest.mark.parametrize("blind", [False, True])
+def test_through_a_hub(blind):
+    """Whose masked sums are rounded: thresholds are equal on all sites all the same."""
+
+    def body(rank, transport):
+        torch.manual_seed(0)
+        model, found = nn.Linear(4, 2), []
+        private = og.Private(clip=0.01, noise=0.2, batch=BATCH, clipping="adaptive")
+        session = og.distribute(model, og.Dense(), transport=transport, transform=private)
+        for _ in range(5):
+            model.zero_grad()
+            model(torch.ones(3 + rank, 4)).square().mean().backward()
+            found.append((private.clip_now, model.weight.grad.tolist()))
+        session.detach()
+        return found
+
+    first, second = on_star(2, body, {"blind": blind})
+    assert first == second
+    assert len({clip for clip, _ in first}) == 5
