@@ -124,7 +124,7 @@ class GradientTransform(Protocol):
 
 @runtime_checkable
 class Accumulating(Protocol):
-    """What a transform that needs samples has besides if it allows `session.no_sync()`."""
+    """Further members of a transform that needs samples and allows `session.no_sync()`."""
 
     @property
     def accumulates(self) -> bool:
@@ -144,7 +144,7 @@ def accumulating(transform: object) -> Accumulating | None:
 
 @runtime_checkable
 class Telling(Protocol):
-    """What a transform has besides if it learns from a sum over the sites of numbers of its own.
+    """Further members of a transform that learns from a sum over the sites of its own numbers.
 
     It decides by its settings alone whether it tells any, and how many. All sites are told the same
     sum, behind every step that counts, in one short message.

@@ -235,11 +235,15 @@ class Private:
         """Goes on with a saved threshold.
 
         Raises:
-            ValueError: it is no threshold.
+            ValueError: it is no threshold, or another `clip` than the one that stays.
         """
         clip: Any = state.get("clip")
         if not _positive(clip):
             raise ValueError(f"Private: a saved clip of {clip!r}: load what state_dict() returned")
+        if self.clipping != "adaptive" and clip != self.clip:
+            raise ValueError(
+                f"Private: a saved clip of {clip!r}, but clip={self.clip!r}: give it the saved one"
+            )
         self._threshold.value = float(clip)
 
     def __reduce__(self) -> Any:

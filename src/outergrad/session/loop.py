@@ -41,7 +41,6 @@ from outergrad.step import param_grad
 from outergrad.step.cadence import Share
 from outergrad.step.header_builder import Loop
 from outergrad.step.joint import JointStep, Point, described
-from outergrad.step.unsynced import UnsyncedStep
 
 LOOKS, LOOKS_EVERY = 3, 16
 """In 3 of every 16 steps gradients are compared once backward has ended. That takes a microsecond
@@ -338,7 +337,7 @@ class BackwardLoop:
                 if not self._failure.abort_and_settle(shared, error):
                     raise self._failure.error() from error
         elif self._running.due_parts is None:
-            assert isinstance(self._running.step, UnsyncedStep)
+            assert self._running.step is not None
             self._running.step.finish()
         elif self._mishaps.skips_bad:
             self._mishaps.alone(self._at.stats.step)

@@ -95,6 +95,30 @@ def test_a_threshold_goes_on_from_a_state():
     for state in ({}, {"clip": -1.0}, {"clip": math.nan}):
         with pytest.raises(ValueError, match="load what state_dict"):
             private.load_state_dict(state)
+    fixed = og.Private(clip=1.0, noise=0.5, batch=BATCH)
+    fixed.load_state_dict({"clip": 1.0})
+    with pytest.raises(ValueError, match="give it the saved one"):
+        fixed.load_state_dict({"clip": 0.25})
+
+
+def test_checkpoints_save_the_threshold(tmp_path):
+    def body(rank, group):
+        model = nn.Linear(1, 1, bias=False)
+        private = og.Private(clip=0.1, noise=0.2, batch=BATCH, clipping="adaptive")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session = og.distribute(model, og.Dense(), group=group, transform=private)
+        about = {"model": model, "optimizer": optimizer, "private": private}
+        checkpoints = og.Checkpoints(tmp_path, session, **about)
+        model(torch.ones(3, 1)).mean().backward()
+        checkpoints.save(1)
+        saved = private.clip_now
+        private.load_state_dict({"clip": 7.0})
+        assert checkpoints.restore() is not None
+        session.detach()
+        return saved, private.clip_now
+
+    for saved, loaded in run_on_lasting_groups(2, body):
+        assert 0.1 != saved == loaded
 
 
 def test_a_step_that_does_not_count_does_not_move_it():
