@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from outergrad.methods.rank_dad import RankDAD
     from outergrad.methods.schedule import Schedule
     from outergrad.methods.sparse import Sparse
+    from outergrad.private.private import Private
     from outergrad.record.jsonl import JSONL
     from outergrad.record.tensorboard import TensorBoard
     from outergrad.record.wandb import WandB
@@ -63,6 +64,7 @@ __all__ = [
     "Part",
     "PerLayer",
     "PowerSGD",
+    "Private",
     "RankDAD",
     "Restored",
     "Rule",
@@ -114,6 +116,7 @@ _HOMES = {
     "methods.rank_dad": ("RankDAD",),
     "methods.schedule": ("Schedule",),
     "methods.sparse": ("Sparse",),
+    "private.private": ("Private",),
     "record.jsonl": ("JSONL",),
     "record.tensorboard": ("TensorBoard",),
     "record.wandb": ("WandB",),

@@ -70,6 +70,13 @@ TRANSFORMS = {
     ),
     "clipped layers": Entry(lambda site: ClippedLayers(LIMIT), clipped_layers),
     "dp-sgd": Entry(noisy, None),
+    "private": Entry(
+        lambda site: og.Private(clip=LIMIT, noise=0.0, batch=10),
+        lambda samples: total(
+            [times(len(samples) * 2 / 10, clipped(LIMIT / len(samples), one)) for one in samples]
+        ),
+    ),
+    "private, noisy": Entry(lambda site: og.Private(clip=LIMIT, noise=1.0, batch=10), None),
 }
 METHODS = {
     "dad": og.DAD(),

@@ -49,6 +49,10 @@ class Looking(Protocol):
         """Called before an optimizer steps."""
         ...
 
+    def before_unscaling(self, optimizer: Optimizer) -> None:
+        """Called before a `GradScaler` divides an optimizer's gradients by its scale and steps."""
+        ...
+
 
 class _Refs:
     """Weak references, in the order of registration."""
@@ -74,6 +78,11 @@ class _Lookers(_Refs):
             for r in self._refs:
                 if (looking := r()) is not None:
                     looking.before_applying(optimizer)
+
+    def before_unscaling(self, optimizer: Optimizer) -> None:
+        for r in self._refs:
+            if (looking := r()) is not None:
+                looking.before_unscaling(optimizer)
 
 
 class _Listeners(_Refs):
@@ -143,6 +152,19 @@ def _telling_of_skips(step: Callable[..., Any]) -> Callable[..., Any]:
 @cache
 def _install_look() -> None:
     register_optimizer_step_pre_hook(_LOOKERS.before_step)
+    GradScaler.step = _telling_before(GradScaler.step)
+
+
+def _telling_before(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `GradScaler.step`, which has no hook before it unscales."""
+
+    @wraps(step)
+    def told(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if scaler.is_enabled():
+            _LOOKERS.before_unscaling(optimizer)
+        return step(scaler, optimizer, *args, **kwargs)
+
+    return told
 
 
 def _outside_graphs(tell: Callable[[Optimizer], None], optimizer: Optimizer) -> None:

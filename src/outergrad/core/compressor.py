@@ -38,6 +38,8 @@ class Compressor(GatheredPayload, ResidualStore, Protocol):
     """True if the method compresses weights without a rule, too, from their formed gradients."""
     takes_vectors: bool = False
     """True if the method compresses formed gradients of vectors, as matrices of one column."""
+    sums_formed: bool = False
+    """True if all that a site sends of formed gradients is its part of sums over the sites."""
     needs: Set[Capability] = frozenset()
     """Transport capabilities that this method needs besides those that every method needs."""
     cost: CostModel | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -53,12 +53,17 @@ class SiteGradient:
         formed: gradients that have no rows, by the full name of the parameter, in its shape.
         params: the parameters concerned, by full name; read-only.
         samples: B, the number of samples in this site's batch; 0 where the transform did not ask.
+        sites: S, the number of sites in this step, over which results are averaged.
+        layers: number of parts that the whole gradient has: of the calls per step, if the transform
+            does not need all layers at once.
     """
 
     rows: Mapping[Slot, SampleRows]
     formed: Mapping[str, Tensor]
     params: Mapping[str, Tensor]
     samples: int = 0
+    sites: int = 1
+    layers: int = 1
 
 
 class GradientTransform(Protocol):
@@ -69,26 +74,86 @@ class GradientTransform(Protocol):
     weight is applied: with several backward passes (`no_sync`, `every=k`) their sum. Its `repr`
     must contain its settings, as that of a frozen dataclass does: the sites compare it.
 
-    Samples are counted along the first dimension of the first tensor that the model is called
-    with, and every layer is checked to see as many. Of a loss that is a mean, as usual, the rows
-    of a sample make up 1 / B of its gradient; with a GradScaler all of it is multiplied by its
-    scale. The transform's own state, such as that of a generator, is not part of the session's
-    state: save it beside, as by `og.Checkpoints(..., noise=generator)`.
+    Samples are counted along the first dimension of the first tensor that the model is called with,
+    and every layer is checked to see as many. Of a loss that is a mean, as usual, the rows of a
+    sample make up 1 / B of its gradient. A GradScaler is refused before its first step. The
+    transform's own state, such as that of a generator, is not part of the session's state: save it
+    beside, as by `og.Checkpoints(..., noise=generator)`.
     """
 
-    needs_samples: bool
-    """True if it must know the sample of each row. Gradients without rows are then refused."""
-    needs_all_layers: bool
-    """True if it must see the gradients of all parameters at once: nothing is sent before the end
-    of backward. Otherwise it is called for one weight of a layer with its bias (and all parameters
-    shared with them), or for one other parameter, at a time."""
-    forms: bool = False
-    """True if its whole result is in `formed`, as noise has no rows: layers then travel dense, or
-    at low rank of their formed gradients. The attribute may be missing."""
+    @property
+    def needs_samples(self) -> bool:
+        """True if it must know the sample of each row. Gradients without rows are then refused."""
+        ...
+
+    @property
+    def needs_all_layers(self) -> bool:
+        """True if it must see the gradients of all parameters at once.
+
+        Nothing is sent before the end of backward then. Otherwise it is called for one weight of a
+        layer with its bias (and all parameters shared with them), or for one other parameter, at a
+        time.
+        """
+        ...
+
+    @property
+    def forms(self) -> bool:
+        """True if its whole result is in `formed`, as noise has no rows; it may be missing.
+
+        Layers then travel dense, or at low rank of their formed gradients.
+        """
+        return False
+
+    @property
+    def adds_up(self) -> bool:
+        """True if it is about the sum over the sites, all of which count alike; it may be missing.
+
+        Then weights of sites and `session.join()` are refused. If it `forms`, so is what sends
+        anything but a part of a sum: gathered payloads, and error feedback; and sites do not tell
+        each other how many rows a layer had.
+        """
+        return False
 
     def __call__(self, gradient: SiteGradient) -> SiteGradient:
         """Returns the gradient to send; with `forms` all of it in `formed`.
 
         Without `forms` the result has the same slots, the same row counts and the same names.
         """
+        ...
+
+
+@runtime_checkable
+class Accumulating(Protocol):
+    """Further members of a transform that needs samples and allows `session.no_sync()`."""
+
+    @property
+    def accumulates(self) -> bool:
+        """True if results of several backward passes may be added up."""
+        ...
+
+    def partial(self, gradient: SiteGradient) -> SiteGradient:
+        """Returns what a backward adds to the result of the next one that is shared, formed."""
+        ...
+
+
+def accumulating(transform: object) -> Accumulating | None:
+    """Returns the transform if results of several backward passes may be added up, or None."""
+    allowed = isinstance(transform, Accumulating) and transform.accumulates
+    return transform if allowed else None  # type: ignore[return-value]
+
+
+@runtime_checkable
+class Telling(Protocol):
+    """Further members of a transform that learns from a sum over the sites of its own numbers.
+
+    It decides by its settings alone whether it tells any, and how many. All sites are told the same
+    sum, behind every step that counts, in one short message.
+    """
+
+    def tell(self) -> Tensor | None:
+        """Returns this site's numbers of the last step, float64; None if it tells none."""
+        ...
+
+    def hear(self, total: Tensor) -> None:
+        """Takes their sum over the sites, equal on all of them."""
         ...

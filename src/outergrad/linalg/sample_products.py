@@ -150,7 +150,7 @@ class Lookup(Addend):
 def addends(slot: Slot, part: SampleRows, samples: int) -> list[Addend]:
     """Returns what the rows of a slot add to its weight, and to its bias if it has one."""
     assert part.samples_N is not None
-    d_GNO, where = widened(part.factors.d_GRO), _places(part.samples_N, samples)
+    d_GNO, where = widened(part.factors.d_GRO), places_of(part.samples_N, samples)
     d_BGLO = where.padded(d_GNO)
     if slot.lookup:
         ids_BL = where.padded(part.factors.a_GRI[None, :, None])[:, 0, :, 0]
@@ -183,7 +183,8 @@ def squared_sample_norms(slot: Slot, part: SampleRows, samples: int) -> Tensor:
     return squared_norms(addends(slot, part, samples))
 
 
-def _places(samples_N: Tensor, samples: int) -> _Rectangle | _Places:
+def places_of(samples_N: Tensor, samples: int) -> _Rectangle | _Places:
+    """Returns what puts rows, (G, N, W), in the places of their samples, (B, G, L, W)."""
     rows = len(samples_N)
     for positions_first in (False, True) if rows % samples == 0 else ():
         about = Samples(samples, positions_first, 0)

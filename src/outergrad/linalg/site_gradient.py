@@ -75,7 +75,7 @@ def sample_norms(gradient: SiteGradient) -> Tensor:
         ValueError: the sample of some rows is unknown, or a gradient has no rows.
     """
     _check_sampled(gradient)
-    return _sum(_squared_norms(gradient, slots) for slots in _together(gradient.rows)).sqrt()
+    return _sum(_squared_norms(gradient, slots) for slots in together(gradient.rows)).sqrt()
 
 
 def _check_sampled(gradient: SiteGradient) -> None:
@@ -95,7 +95,7 @@ def _sum(parts: Iterable[Tensor]) -> Tensor:
     return torch.stack(list(parts)).sum(dim=0)
 
 
-def _together(slots: Iterable[Slot]) -> list[list[Slot]]:
+def together(slots: Iterable[Slot]) -> list[list[Slot]]:
     """Groups slots that add to the same part of a weight or bias, directly or by way of others."""
     groups: list[list[Slot]] = []
     for slot in slots:

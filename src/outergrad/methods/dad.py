@@ -70,6 +70,7 @@ class DADCompressor(Compressor):
     """Sends factors, raw or canonical, of units for which they are fewer bytes than dense."""
 
     adapts = False
+    sums_formed = True
 
     def __init__(self, method: DAD, replays: Replays | None = None) -> None:
         self.forced = method.always

@@ -35,6 +35,7 @@ class DenseCompressor(Compressor):
 
     bucket_bytes = 1
     uses_rows = False
+    sums_formed = True
     why = Why.DENSE
 
     def break_even(self, unit: Unit, sites: int) -> float:

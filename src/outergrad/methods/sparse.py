@@ -231,6 +231,7 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
         self.form = self._form = drawn if settings.draws else self.entries
         self._memories = ByPlace[_Memory](lambda memory: memory)
         self.sketches = SharedEntries(self) if settings.sums else None
+        self.sums_formed = settings.sums
         self.way = Route.REDUCE if settings.sums else Route(settings.reduce)
         if self.way == Route.TWO_WAY:
             self.merger = MergedEntries(self)

@@ -1,4 +1,4 @@
-"""Differentially private training: the ledger of what was released, and samplers that it knows."""
+"""Differential privacy: clipped samples, noise among the sites, and a ledger of what was released."""
 
 from outergrad.private.calibration import noise_for
 from outergrad.private.ledger import BudgetSpentError, Ledger, Release, Run

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from outergrad.buckets.bucket import StepContext
 from outergrad.capture.claims import HeldHooks, with_any
 from outergrad.core.errors import ExchangeError
+from outergrad.core.transform import Telling
 from outergrad.record.stats import Stats
 from outergrad.session.choosing import Choosing
 from outergrad.session.core import Core
@@ -66,6 +67,8 @@ class Aftermath:
             self._reporter.report(step.context, at.stats)
         if step.decision is not None and self._choosing is not None:
             self._measure(step.context)
+        if applied:
+            self._tell()
         if exchange.transform is None:
             exchange.next_forward.let_rest(exchange.compressors.counting)
 
@@ -93,6 +96,21 @@ class Aftermath:
         at = self._at
         continues = at.lost_step is not None and at.group.participant.opens is not None
         return at.stats.step if continues else at.stats.step + 1
+
+    def _tell(self) -> None:
+        """Adds up over the sites what a transform tells, unless the next step raises."""
+        transform, comm = self._exchange.transform, self._at.comm
+        if not isinstance(transform, Telling) or self._at.is_lost:
+            return
+        own = transform.tell()
+        if own is None:
+            return
+        try:
+            total = comm.all_reduce(own.to(comm.device)).wait()
+        except ExchangeError as error:
+            self._failure.lose_between(error, "what the transforms of the other sites tell")
+        else:
+            transform.hear(total)
 
     def _measure(self, context: StepContext) -> None:
         """Tells the chooser how long the step took, unless the next step raises."""

@@ -191,7 +191,8 @@ def distribute(
         inspection = topology.look_at(model, captured, rules, by_sample=by_sample)
         refuse_incapable(repr(method), inspection.compressors, comm)
         kept = (buffers or topology.buffers) == "local"
-        refuse_unfit(transform, model, method, inspection, keeps=kept)
+        about = {"keeps": kept, "weighting": weighting}
+        refuse_unfit(transform, model, method, inspection, **about)
         topology.refuse_settings(
             weighting=weighting,
             max_bad_steps=max_bad_steps,

@@ -14,6 +14,7 @@ from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.commit.deferred_votes import DeferredVotes
 from outergrad.core.blocks import Block
 from outergrad.core.reasons import Reason
+from outergrad.core.transform import accumulating
 from outergrad.core.transport import Comm
 from outergrad.core.types import Unit
 from outergrad.messages.header import Header, Join
@@ -39,7 +40,7 @@ from outergrad.step.joint import JointParts, JointStep, Point, described
 from outergrad.step.mishaps import Mishaps
 from outergrad.step.spec import StepSpec
 from outergrad.step.step_plan import StepPlan
-from outergrad.step.transforming import leftover, refuse_leftover
+from outergrad.step.transforming import Transforming, leftover, refuse_leftover
 from outergrad.step.unsynced import UnsyncedStep
 
 
@@ -146,6 +147,10 @@ class Exchange:
         """
         refuse_leftover(self.leftover, self.transform)
         self.unshared |= used if self.several else set()
+        if self.transform is not None and accumulating(self.transform):
+            captured = Captured(self.model, used, self.blocks)
+            partly = Transforming(self.transform, captured, sites=self._at.comm.world_size)
+            return UnsyncedStep(task, captured, at_end=partly.apply_partly)
         write = self.accumulator.write if self.several else None
         captured = Captured(self.model, used, self.blocks, write)
         return UnsyncedStep(task, captured, captured.settle)
@@ -227,7 +232,12 @@ class Exchange:
         header = share.header_builder.header(Announced(self._at.stats.step, *about))
         if not getattr(self.transform, "forms", False):
             return header
-        return replace(header, uses=tuple(replace(use, tapped=False) for use in header.uses))
+        uses = [replace(use, tapped=False) for use in header.uses]
+        if getattr(self.transform, "adds_up", False):  # a batch's size tells of its samples
+            for slot, k in zip(share.model.slots, range(len(uses)), strict=False):
+                most = slot.outputs + slot.inputs  # from so many rows on all travels dense
+                uses[k] = replace(uses[k], rows=most if slot.weight in announced else 0)
+        return replace(header, uses=tuple(uses))
 
     def new_step(self, header: Header, **about: Any) -> SyncedStep:
         """Begins a step with the other sites, of the whole model by default.

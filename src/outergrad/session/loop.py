@@ -22,6 +22,7 @@ from outergrad.capture.engine import (
     refuse_nested_backward,
     untraced,
 )
+from outergrad.capture.optimizer_steps import held
 from outergrad.capture.parameters import WatchedParameter, accumulating
 from outergrad.capture.past_autograd import PastAutograd
 from outergrad.capture.tapped_layer import TappedLayer
@@ -35,6 +36,7 @@ from outergrad.session.core import Core
 from outergrad.session.elastic import Elastic
 from outergrad.session.failure import FailureHandler
 from outergrad.session.running_step import Step, SyncedStep
+from outergrad.session.transform_checks import refuse_scaler
 from outergrad.step import param_grad
 from outergrad.step.cadence import Share
 from outergrad.step.header_builder import Loop
@@ -190,6 +192,12 @@ class BackwardLoop:
         self.refuse(self.guard.before_applying(optimizer))
         self._elastic.before_applying(optimizer)
 
+    def before_unscaling(self, optimizer: Optimizer) -> None:
+        """Refuses a `GradScaler` whose scale a transform would have seen."""
+        own = {id(p) for p in self._exchange.model.params.values()}
+        if not own.isdisjoint(held(optimizer)):
+            refuse_scaler(self._exchange.transform)
+
     def _step_of(self, name: str) -> Step:
         """Returns the step of a parameter; the first event of a backward begins it.
 
@@ -328,7 +336,10 @@ class BackwardLoop:
             except ExchangeError as error:
                 if not self._failure.abort_and_settle(shared, error):
                     raise self._failure.error() from error
-        elif self._running.due_parts is not None and self._mishaps.skips_bad:
+        elif self._running.due_parts is None:
+            assert self._running.step is not None
+            self._running.step.finish()
+        elif self._mishaps.skips_bad:
             self._mishaps.alone(self._at.stats.step)
 
     def close(self, shared: SyncedStep | None) -> None:

@@ -30,6 +30,7 @@ from outergrad.core.errors import (
     SitesChangedError,
 )
 from outergrad.core.protocols import Method
+from outergrad.core.transform import accumulating
 from outergrad.core.transport import Comm
 from outergrad.core.types import StateDict
 from outergrad.events import Evaluation
@@ -56,7 +57,7 @@ from outergrad.session.reporting import Reporter, described
 from outergrad.session.running_step import RunningStep
 from outergrad.session.settings import Settings
 from outergrad.session.state import Progress, resumed, saved
-from outergrad.session.transform_checks import noted, units_shown
+from outergrad.session.transform_checks import noted, refuse_join, units_shown
 from outergrad.session.uneven_loops import UnevenLoops
 from outergrad.session.updates import SharedGradients
 from outergrad.session.usual_method import usual_noted
@@ -206,9 +207,11 @@ class Session:
         to `param.grad` since it was None. With `og.LocalSteps` it is about the ranks of this site.
 
         Raises:
-            RuntimeError: a transform needs the gradient of each sample, which a sum does not have.
+            RuntimeError: a transform needs the gradient of each sample, and does not add up several
+                passes.
         """
-        if self._exchange.batch is not None:
+        exchange = self._exchange
+        if exchange.batch is not None and accumulating(exchange.transform) is None:
             raise RuntimeError(
                 f"session.no_sync(): {self._exchange.transform!r} needs the gradient of each "
                 f"sample, which is not kept over several passes: share every backward, of one batch"
@@ -247,6 +250,7 @@ class Session:
             StepDiscardedError: the loop of another site raised.
         """
         self._updates.refuse_join()
+        refuse_join(self._exchange.transform)
         if not self._exchange.several:
             return nullcontext()
         return self._uneven.join(step, divides_by_all=divide_by_initial_world_size)

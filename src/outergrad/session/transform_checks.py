@@ -36,7 +36,7 @@ def check_transform(transform: Any) -> None:
             f"{transform.__name__}(...)"
         )
     needs = [getattr(transform, f"needs_{what}", None) for what in ("samples", "all_layers")]
-    flags = [*needs, getattr(transform, "forms", False)]
+    flags = [*needs, *(getattr(transform, flag, False) for flag in ("forms", "adds_up"))]
     if not callable(transform) or not all(type(flag) is bool for flag in flags):
         raise TypeError(
             f"transform={transform!r}: pass an object that can be called, with needs_samples and "
@@ -66,6 +66,7 @@ def refuse_unfit(
     inspection: Inspection,
     *,
     keeps: bool,
+    weighting: str = "sites",
 ) -> None:
     """Raises if a site would send something that the transform does not see.
 
@@ -75,6 +76,7 @@ def refuse_unfit(
         method: as for `distribute`.
         inspection: of the model.
         keeps: whether each site keeps its own buffers.
+        weighting: as for `distribute`.
 
     Raises:
         ValueError: names what the transform would not see, with the remedy.
@@ -87,6 +89,8 @@ def refuse_unfit(
     if transform.needs_samples:
         problems.append(_of_samples(model, method, inspection))
         problems.append(iter(()) if keeps else _of_buffers(model, inspection))
+    if getattr(transform, "adds_up", False):
+        problems.append(_of_sums(transform, inspection, weighting))
     first = next((why for found in problems for why in found), None)
     if first is not None:
         raise ValueError(f"transform={transform!r}: {first}")
@@ -158,6 +162,58 @@ def _of_buffers(model: nn.Module, inspection: Inspection) -> Iterator[str]:
                 f"needs_samples, but buffer {name!r}, if forwards write to it, would travel as it "
                 f"is: pass buffers='local'"
             )
+
+
+def _of_sums(transform: GradientTransform, inspection: Inspection, weighting: str) -> Iterator[str]:
+    if weighting != "sites":
+        yield (
+            f"weighting={weighting!r} would multiply what a site sends by its samples, which is "
+            f"part of a sum in which all sites count alike: leave weighting='sites'"
+        )
+    for compressor, units in inspection.compressors.items() if transform.forms else ():
+        for unit in units:
+            name = unit.params[0]
+            if compressor.remembers(unit):
+                yield (
+                    f"the method of {name!r} keeps what it has not sent and adds it to later sums, "
+                    f"noise and all, but what is promised of a sum is about the samples of one "
+                    f"step: set error_feedback=None (og.RankDAD) or False (og.PowerSGD, og.Sparse)"
+                )
+            if not compressor.sums_formed:
+                yield (
+                    f"the method of {name!r} sends what each site has chosen of its own gradient, "
+                    f"not part of a sum over the sites: use og.Dense(), og.RankDAD(reduce="
+                    f"'all_reduce' or 'alternate'), og.PowerSGD() or og.Sparse(select='random'), "
+                    f"without error feedback"
+                )
+
+
+def refuse_join(transform: GradientTransform | None) -> None:
+    """Raises if a site that has run out would be missing in sums that need all sites.
+
+    Raises:
+        RuntimeError: it would.
+    """
+    if getattr(transform, "adds_up", False):
+        raise RuntimeError(
+            f"session.join(): a site that has run out adds nothing to the sum, and {transform!r} "
+            f"needs the part of every site: let every site make the same number of steps, where "
+            f"it has no samples with an empty batch"
+        )
+
+
+def refuse_scaler(transform: GradientTransform | None) -> None:
+    """Raises if gradients are multiplied by the scale of a `GradScaler` before the transform.
+
+    Raises:
+        RuntimeError: they are, and the transform needs the gradient of each sample as it is.
+    """
+    if transform is not None and transform.needs_samples:
+        raise RuntimeError(
+            f"GradScaler.step(): {transform!r} is given gradients that are multiplied by the "
+            f"scale, as if every sample were so much longer: train without a GradScaler, in "
+            f"bfloat16 or float32"
+        )
 
 
 # -- coverage table -------------------------------------------------------------------------------

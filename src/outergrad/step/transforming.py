@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from outergrad.capture.batch import SampledUse
-from outergrad.core.transform import GradientTransform, SampleRows, SiteGradient
+from outergrad.core.transform import (
+    GradientTransform,
+    SampleRows,
+    SiteGradient,
+    accumulating,
+)
 from outergrad.core.types import Factors, Slot, Unit
 from outergrad.linalg.outer import coalesce
 from outergrad.step import param_grad
@@ -23,10 +28,15 @@ class Transforming:
         transform: the user's transform.
         captured: factors of the backward; the transform's output replaces them.
         leftover: name of a parameter that had a gradient before, which is none of this step's.
+        sites: number of sites in this step.
     """
 
     def __init__(
-        self, transform: GradientTransform, captured: Captured, leftover: str = ""
+        self,
+        transform: GradientTransform,
+        captured: Captured,
+        leftover: str = "",
+        sites: int = 1,
     ) -> None:
         self._transform, self._captured, self._leftover = transform, captured, leftover
         self.holds_back = transform.needs_all_layers
@@ -34,6 +44,8 @@ class Transforming:
         in_units = {name for unit in model.units for name in unit.params}
         plain = [Unit((), (n,), p.numel()) for n, p in self._params.items() if n not in in_units]
         self._waiting: list[Unit] = [*model.units, *plain]
+        self._sites, self._layers = sites, len(self._waiting)
+        self._before = _taken(self._params) if accumulating(transform) and not leftover else {}
         self._made: set[str] = set()
         self._forward: int | None = None
 
@@ -55,6 +67,23 @@ class Transforming:
             found = self._transform(given)
             check_transformed(self._transform, given, found)
             self._take(found)
+            self._add_before(units)
+
+    @torch.no_grad()
+    def apply_partly(self) -> None:
+        """Changes what a backward adds to later ones, of which the last is shared.
+
+        Raises:
+            RuntimeError: samples cannot be told apart.
+        """
+        part = accumulating(self._transform)
+        assert part is not None
+        units, used = self._waiting, self._captured.used
+        for some in [units] if self.holds_back else [[unit] for unit in units]:
+            found = part.partial(self._given(some)).formed
+            param_grad.add(self._params, {n: g for n, g in found.items() if n in used})
+        self._captured.release()
+        param_grad.add(self._params, self._before)
 
     def drop_unused(self, used: Collection[str]) -> None:
         """Drops gradients that it made for parameters that no site uses."""
@@ -74,7 +103,7 @@ class Transforming:
                     samples = max(samples, count)
         in_rows = {name for slot in rows for name in slot.params}
         formed = {name: _gradient(p) for name, p in params.items() if name not in in_rows}
-        return SiteGradient(rows, formed, params, samples)
+        return SiteGradient(rows, formed, params, samples, self._sites, self._layers)
 
     def _in_rows(self, unit: Unit) -> bool:
         """True if rows are the whole gradient of a unit; otherwise all of it is formed now.
@@ -134,6 +163,24 @@ class Transforming:
             p = self._params[name]
             self._made |= {name} if p.grad is None else set()
             param_grad.put(p, gradient.to(p.dtype))
+
+    def _add_before(self, units: Sequence[Unit]) -> None:
+        """Adds what earlier passes have left, which is in the result's units already."""
+        for unit in units:
+            names = [name for name in unit.params if name in self._before]
+            if names:
+                for name in unit.params:
+                    self._captured.settle(name)
+                self._captured.has_autograd_grad.update(unit.params)
+                param_grad.add(self._params, {name: self._before[name] for name in names})
+
+
+def _taken(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the gradients of earlier passes, and removes them."""
+    found = {name: p.grad for name, p in params.items() if p.grad is not None}
+    for name in found:
+        params[name].grad = None
+    return found
 
 
 def leftover(

@@ -84,6 +84,7 @@ class LowRankCompressor(Remembering[Memory]):
         sketches = AlternatingSketches if settings.alternates else GlobalSketches
         self.sketches = self._sketches = sketches(settings, self._memories)
         self.merger = Merging(settings, self._memories, self._vectors, self._budget)
+        self.sums_formed = settings.sums
         if settings.reduce == "two_way":
             self.needs = frozenset({Capability.ALL_TO_ALL})
 

@@ -1,0 +1,277 @@
+"""DP-SGD among sites, as a transform of gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from outergrad.core.transform import SiteGradient
+from outergrad.linalg.outer import widened
+from outergrad.linalg.sample_sums import SampleSums
+from outergrad.linalg.site_gradient import sample_norms, scaled_samples
+from outergrad.private.clipping import clipped, normalized
+from outergrad.private.noise import Noise, add, source
+from outergrad.private.quantile import Threshold
+
+Clipping = Literal["flat", "per_layer", "automatic", "adaptive"]
+
+_COUNTED = 20
+"""Of the expected batch, the part that the noise of adaptive counts is by default."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Private:
+    """Differentially private training: clipped samples, and Gaussian noise on their sum.
+
+    Choose it where the model, or what sites send, is shown to somebody who must not find out
+    whether a sample was trained on (docs/private.md). Pass it to `og.distribute(..., transform=)`,
+    with equal settings on every site.
+
+    In each step a site clips the gradient of every sample to the norm C, adds them up, and adds
+    its share of the noise, of standard deviation σ C / √S. So the sum over the S sites has noise of
+    σ C, of which no site knows all. `param.grad` is this sum over `batch`. Without noise
+    (`noise=0`) it only clips, and promises nothing.
+
+    What it promises needs a loss that is a mean over the samples of a site's batch, and batches
+    that are drawn as an accountant assumes, as a rule each sample by itself with the same
+    probability (Poisson). A batch may then be empty: the site makes the step with it all the same.
+
+    It is called once per step, also where a step starts again. Its noise is never drawn twice: a
+    copy of it, and a training that goes on from a checkpoint, have other noise.
+
+    Source: Abadi et al., "Deep Learning with Differential Privacy", arXiv 1607.00133.
+
+    Attributes:
+        clip: C, the largest norm of a sample's gradient; with "adaptive" the first one.
+        noise: σ, the noise multiplier: standard deviation of the noise on the sum over all sites,
+            in units of C. With "adaptive" it counts for gradients and counts together.
+        batch: expected number of samples per step of all sites together, by which the sum is
+            divided. It is a constant, because the number in a batch tells of its samples.
+        clipping: "flat": the gradient of a sample is clipped as a whole; "per_layer": that of each
+            layer by itself, to C / √L with L layers, so that messages start during backward;
+            "automatic": every gradient becomes nearly C long, which leaves C to the learning rate;
+            "adaptive": flat, with a C that follows a quantile of the norms.
+        stability: of "automatic": a gradient of norm n becomes C n / (n + stability) long.
+        quantile: of "adaptive": share of the samples whose gradients stay as they are.
+        rate: of "adaptive": step of log C per unit by which that share is wrong.
+        count_noise: of "adaptive": standard deviation of the noise on the number of samples that
+            stay, over all sites; None for a twentieth of `batch`.
+        secure: whether noise is made of random bits of the operating system, each number as half
+            the sum of four normal ones (Holohan and Braghin, arXiv 2107.10138): for the case that
+            somebody computes back from noise to its generator. It takes some eleven times as long.
+        generator: draws the noise, for an experiment that repeats; of each site its own. Whoever
+            knows its seed can subtract the noise. None, the default: one that the operating system
+            seeds.
+    """
+
+    clip: float
+    noise: float
+    batch: float
+    clipping: Clipping = "flat"
+    stability: float = 0.01
+    quantile: float = 0.5
+    rate: float = 0.2
+    count_noise: float | None = None
+    secure: bool = False
+    generator: torch.Generator | None = field(default=None, repr=False, compare=False)
+    _source: Noise = field(init=False, repr=False, compare=False)
+    _threshold: Threshold = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Checks the settings.
+
+        Raises:
+            ValueError: names the setting and its valid values.
+        """
+        for name in ("clip", "batch", "stability", "rate"):
+            self._require(_positive(getattr(self, name)), name, "a number above 0")
+        self._require(self.noise == 0 or _positive(self.noise), "noise", "0 or more")
+        known = get_args(Clipping)
+        self._require(self.clipping in known, "clipping", f"one of {', '.join(known)}")
+        self._require(0 < self.quantile < 1, "quantile", "a number between 0 and 1")
+        alone = self.generator is None or not self.secure
+        self._require(alone, "generator", "None with secure=True")
+        least = self.noise / 2 if self.clipping == "adaptive" else 0.0
+        told = f"more than noise / 2 = {least:.3g}, or None with a larger batch"
+        enough = not least or self._deviation_of_count > least
+        self._require(self.count_noise is None or _positive(self.count_noise), "count_noise", told)
+        self._require(enough, "count_noise", told)
+        noise = source(self.generator, secure=self.secure)
+        threshold = Threshold(self.clip, self.quantile, self.rate, self.batch)
+        object.__setattr__(self, "_source", noise)
+        object.__setattr__(self, "_threshold", threshold)
+
+    def _require(self, holds: bool, name: str, wanted: str) -> None:
+        if not holds:
+            raise ValueError(f"Private: {name}={getattr(self, name)!r}; use {wanted}")
+
+    def __repr__(self) -> str:
+        """Shows the settings that have to be given, and those that differ from the defaults."""
+        shown = [f for f in fields(self) if f.repr and getattr(self, f.name) != f.default]
+        return f"Private({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
+
+    # -- what it asks of a session ----------------------------------------------------------------
+
+    @property
+    def needs_samples(self) -> bool:
+        """True: each is clipped by itself."""
+        return True
+
+    @property
+    def needs_all_layers(self) -> bool:
+        """True where the norm is over all layers."""
+        return self.clipping != "per_layer"
+
+    @property
+    def forms(self) -> bool:
+        """True with noise, which has no rows."""
+        return self.noise > 0
+
+    @property
+    def adds_up(self) -> bool:
+        """True: noise and divisor are those of the sum over the sites."""
+        return True
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def __call__(self, gradient: SiteGradient) -> SiteGradient:
+        """Returns S / batch times the clipped sum, with this site's share of the noise on it."""
+        if not self.noise:
+            return scaled_samples(gradient, self._factors(gradient, sample_norms(gradient)))
+        deviation = self._of_gradients * self._limit(1) / math.sqrt(gradient.sites)
+        return self._noisy(self._summed(gradient), deviation * _scale(gradient, self.batch))
+
+    @property
+    def accumulates(self) -> bool:
+        """True but with "adaptive": clipped sums of several passes add up, with noise once."""
+        return self.clipping != "adaptive"
+
+    @torch.no_grad()
+    def partial(self, gradient: SiteGradient) -> SiteGradient:
+        """Returns S / batch times the clipped sum of a pass that is shared later, formed."""
+        return self._summed(gradient)
+
+    def _summed(self, gradient: SiteGradient) -> SiteGradient:
+        sums = SampleSums(gradient)
+        return sums.summed(self._factors(gradient, sums.norms()))
+
+    def _factors(self, gradient: SiteGradient, norms_B: Tensor) -> Tensor:
+        """Factors of samples, of whose mean over this site's batch the gradient is made, (B,)."""
+        of_sample_B, limit = norms_B * gradient.samples, self._limit(gradient.layers)
+        if self.clipping == "automatic":
+            factor_B = normalized(of_sample_B, limit, self.stability)
+        else:
+            factor_B = clipped(of_sample_B, limit)
+        if self.clipping == "adaptive":
+            self._count(of_sample_B, gradient.sites)
+        return factor_B * (gradient.samples * _scale(gradient, self.batch))
+
+    def _limit(self, layers: int) -> float:
+        if self.clipping == "per_layer":
+            return self.clip / math.sqrt(layers)
+        return self._threshold.value
+
+    def _noisy(self, gradient: SiteGradient, deviation: float) -> SiteGradient:
+        noisy = {
+            name: add(self._source, widened(g), deviation).to(g.dtype)
+            for name, g in gradient.formed.items()
+        }
+        return replace(gradient, formed=noisy)
+
+    # -- adaptive clipping ------------------------------------------------------------------------
+
+    @property
+    def _deviation_of_count(self) -> float:
+        if self.count_noise is not None or not self.noise:
+            return self.count_noise or 0.0
+        return self.batch / _COUNTED
+
+    @property
+    def _of_gradients(self) -> float:
+        """Noise multiplier of gradients: with that of counts, which change by 1/2, it makes σ."""
+        if self.clipping != "adaptive":
+            return self.noise
+        return (self.noise**-2 - (2 * self._deviation_of_count) ** -2) ** -0.5
+
+    def _count(self, norms_B: Tensor, sites: int) -> None:
+        nothing = torch.zeros(1, dtype=torch.float64, device=norms_B.device)
+        noise = add(self._source, nothing, self._deviation_of_count / math.sqrt(sites))
+        self._threshold.count(norms_B, noise[0], sites)
+
+    def tell(self) -> Tensor | None:
+        """Returns this site's noisy count and its threshold, float64, (2,); None if not adaptive.
+
+        Raises:
+            RuntimeError: nothing was counted.
+        """
+        return self._threshold.tell() if self.clipping == "adaptive" else None
+
+    def hear(self, total: Tensor) -> None:
+        """Moves the threshold by the sum over the sites.
+
+        Raises:
+            RuntimeError: sites have different thresholds.
+        """
+        self._threshold.hear(total)
+
+    @property
+    def clip_now(self) -> float:
+        """C of the next step: with "adaptive" the threshold, else `clip`."""
+        return self._threshold.value
+
+    # -- saved states -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the threshold, for a checkpoint; there is nothing of the noise in it."""
+        return {"clip": self._threshold.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with a saved threshold.
+
+        Raises:
+            ValueError: it is no threshold, or another `clip` than the one that stays.
+        """
+        clip: Any = state.get("clip")
+        if not _positive(clip):
+            raise ValueError(f"Private: a saved clip of {clip!r}: load what state_dict() returned")
+        if self.clipping != "adaptive" and clip != self.clip:
+            raise ValueError(
+                f"Private: a saved clip of {clip!r}, but clip={self.clip!r}: give it the saved one"
+            )
+        self._threshold.value = float(clip)
+
+    def __reduce__(self) -> Any:
+        """Lets a copy have the settings and the threshold, and noise of its own.
+
+        Raises:
+            TypeError: its generator was given, and would draw the same noise in both.
+        """
+        if self.generator is not None:
+            raise TypeError(
+                "Private: a copy would draw the same noise from its generator: make another one "
+                "with a generator of its own"
+            )
+        settings = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        return _again, (settings, self.state_dict())
+
+
+def _again(settings: Mapping[str, Any], state: Mapping[str, Any]) -> Private:
+    private = Private(**settings)
+    private.load_state_dict(state)
+    return private
+
+
+def _scale(gradient: SiteGradient, batch: float) -> float:
+    """Factor by which sites multiply their sums, so that their mean is the sum over `batch`."""
+    return gradient.sites / batch
+
+
+def _positive(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value > 0
