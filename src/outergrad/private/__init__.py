@@ -1,4 +1,4 @@
-"""Differential privacy: clipped samples, noise among the sites, and a ledger of what was released."""
+"""Differential privacy: clipped samples, noise shared out among sites, and a ledger of releases."""
 
 from outergrad.private.calibration import noise_for
 from outergrad.private.ledger import BudgetSpentError, Ledger, Release, Run
