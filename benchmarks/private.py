@@ -1,0 +1,81 @@
+"""What a step costs with og.Private, beside one without: processor time of a site's thread.
+
+    python benchmarks/private.py [STEPS]
+
+Two sites are threads of this process. Each has the model six times, without a transform and with
+each clipping, and makes a step of each in turn, so that other programs slow all of them alike. The
+figures are medians of ratios of steps in the same turn.
+"""
+
+import copy
+import statistics
+import sys
+from functools import partial
+from time import thread_time
+
+import torch
+from torch import nn
+
+import outergrad as og
+from outergrad.launch.simulate import simulate
+from outergrad_lab.data.catalogue import SOURCES
+from outergrad_lab.models.transformers import GPT
+
+WAYS = {
+    "no noise": {"noise": 0.0},
+    **{name: {"noise": 1.0, "clipping": name} for name in ("flat", "per_layer", "automatic")},
+    "adaptive": {"noise": 1.0, "clipping": "adaptive"},
+}
+
+
+def mlp():
+    """784-1024-1024-10 and 32 rows."""
+    layers = [nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(1024, 10)), torch.randn(32, 784), torch.arange(32) % 10
+
+
+def gpt():
+    """Four layers of 128 features, 8 rows of characters; norms and positions are frozen."""
+    form = SOURCES["tinyshakespeare"].format
+    model = GPT(form, 128)
+    for name, p in model.named_parameters():
+        p.requires_grad_("norm" not in name and "position" not in name)
+    ids = torch.randint(0, form.classes, (8, *form.shape))
+    return model, ids, ids.roll(-1, dims=1)
+
+
+def site(make, steps, group, stop):
+    """Returns the seconds of each way's steps, and of those without a transform."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, x, y = make()
+    given = {"none": None} | {n: og.Private(clip=1.0, batch=64, **s) for n, s in WAYS.items()}
+    models = {name: copy.deepcopy(model) for name in given}
+    sessions = {
+        name: og.distribute(models[name], og.Dense(), transform=transform, group=group)
+        for name, transform in given.items()
+    }
+    seconds = {name: [] for name in given}
+    for _ in stop.checked(iter(range(steps))):
+        for name, own in models.items():
+            own.zero_grad()
+            began = thread_time()
+            nn.functional.cross_entropy(own(x), y).backward()
+            seconds[name].append(thread_time() - began)
+    for session in sessions.values():
+        session.detach()
+    return seconds
+
+
+def main(steps: int) -> None:
+    """Prints a row per model."""
+    print("model", *WAYS, sep=" | ")
+    for make in (gpt, mlp):
+        seconds = simulate(partial(site, make, steps), 2)[0]
+        pairs = {name: zip(seconds[name][5:], seconds["none"][5:], strict=True) for name in WAYS}
+        ratios = [statistics.median(own / none for own, none in pairs[name]) for name in WAYS]
+        print(make.__name__, *(f"{ratio:.2f}" for ratio in ratios), sep=" | ")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 60)
