@@ -35,7 +35,7 @@ from outergrad.messages.header import DTYPES
 from outergrad.messages.layout import Layout
 from outergrad.messages.wire import Piece
 from outergrad.wire import BF16, Codec, Int2, Int3, Int4, Int8, Plain, Sign, TopK
-from sparse import lost, means_of, train
+from sparse_trainings import lost, means_of, train
 
 CODECS: dict[str, Codecs] = {
     "bf16": (BF16(),),

@@ -170,11 +170,13 @@ def test_a_flipped_bit_of_a_mean_delta_is_refused(faulty, sites):
     assert [mishap[:3] for mishap in mishaps] == [("discarded", DAMAGED, (0,))]
 
 
+SIGNS = og.Sparse(density=0.5, select="random", wire=og.wire.Sign(), reduce="two_way", always=True)
 EQUIVOCATED: dict[str, Any] = {
     "factors": (og.DAD(always=True), factors, flipped),
     "triplets": (og.RankDAD(rank=2), factors, flipped),
     "entries": (og.Sparse(density=0.3, always=True), factors, flipped),
     "merged triplets": (og.RankDAD(rank=2, reduce="two_way"), second_round, flipped),
+    "merged signs": (SIGNS, second_round, flipped),
     "blocks": (og.EDAD(blocks=["head"], inputs="raw", always=True), factors, flipped),
     "state": (og.DAD(always=True), factors, failed),
     "buffers": (og.DAD(), buffers, flipped),

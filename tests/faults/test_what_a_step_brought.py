@@ -35,12 +35,20 @@ TABLE = {
     **{name: METHODS[name] for name in ("dense", "dad", "dad forced", "sparse, all entries")},
     "small buckets": og.DAD(always=True, bucket_bytes=1),
     "two ways": og.RankDAD(rank=1, reduce="two_way"),
+    "two ways, signs": og.Sparse(
+        density=0.5, select="random", wire=og.wire.Sign(), reduce="two_way", always=True
+    ),
     "blocks, which wait for votes": og.EDAD(blocks=["0"], inputs="raw", always=True),
     "sketches, which wait for votes": og.PowerSGD(rank=1),
 }
 
 
-NEED_MORE = ("two ways", "blocks, which wait for votes", "sketches, which wait for votes")
+NEED_MORE = (
+    "two ways",
+    "two ways, signs",
+    "blocks, which wait for votes",
+    "sketches, which wait for votes",
+)
 """What site 1 sends next, or says, the others cannot do without."""
 
 

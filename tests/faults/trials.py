@@ -16,9 +16,6 @@ METHODS = {
     "dad": og.DAD(always=True),
     "rank-dad gather": og.RankDAD(rank=2, reduce="gather"),
     "rank-dad two_way": og.RankDAD(rank=2, reduce="two_way"),
-    "signs two_way": og.Sparse(
-        density=0.3, select="random", wire=og.wire.Sign(), vectors=og.wire.Sign(), reduce="two_way"
-    ),
     "rank-dad all_reduce": og.RankDAD(rank=2, reduce="all_reduce"),
     "powersgd": og.PowerSGD(rank=2),
     "sparse": og.Sparse(density=0.05),

@@ -331,7 +331,7 @@ def entries(method: og.Sparse) -> Target:
             pieces, zip(*gradients_of([layout] * 2, [own, t], 0), strict=True), strict=True
         ):
             places_K = parts[1].places_B
-            assert len(parts[1].values_K) == len(places_K) == piece.rows
+            assert len(parts[1].values_K) == len(places_K) * parts[1].block == piece.rows
             assert bool((places_K.diff() > 0).all())
             assert 0 <= places_K[0] <= places_K[-1] < piece.slot.numel
             add_gradients(gradients, piece.slot, parts, PARAMS, 0.5)

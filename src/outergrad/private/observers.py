@@ -65,7 +65,7 @@ def noise_seen(
         return noise
     if observer == "site" and not 1 <= colluding < sites:
         raise ValueError(
-            f"observer='site': of {sites} sites {colluding} cannot look at another: pass "
+            f"observer='site' with colluding={colluding}: somebody must be left to look at; pass "
             f"colluding= from 1 to {sites - 1}"
             if sites > 1
             else "observer='site': there is one site, and no other: pass observer='model'"

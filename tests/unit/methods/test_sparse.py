@@ -13,7 +13,7 @@ from covering import covering
 from low_rank import backward, error, expected, gradients_around_a_void_step, mean_gradients
 from outergrad.core.types import Route, Unit
 from ranks import run_on_lasting_groups
-from sparse import SELECTS, SUMMED, WEIGHTS, linear, lost, means_of, owed, train
+from sparse_trainings import SELECTS, SUMMED, WEIGHTS, linear, lost, means_of, owed, train
 
 MISTAKES = {
     "density": ({"density": 0.0}, r"a number in \(0, 1\]"),

@@ -16,7 +16,7 @@ from covering import covering
 from low_rank import backward, batch, error, mean_gradients, model, total
 from ranks import run_on_lasting_groups
 from seeding import seed
-from sparse import SELECTS, SUMMED, WEIGHTS, linear, lost, means_of, memories, owed, train
+from sparse_trainings import SELECTS, SUMMED, WEIGHTS, linear, lost, means_of, memories, owed, train
 
 WIRES = {
     "float32": (),

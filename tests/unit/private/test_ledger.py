@@ -340,7 +340,7 @@ REFUSED = {
     ),
     "colluders": (
         lambda: ledger_of((STEP, 1), colluding=4).epsilon("site"),
-        "of 4 sites 4 cannot look at another: pass colluding= from 1 to 3",
+        "colluding=4: somebody must be left to look at; pass colluding= from 1 to 3",
     ),
     "Poisson, replaced, RDP": (
         lambda: ledger_of((STEP, 1), accountant="rdp", adjacency="replace").epsilon(),
