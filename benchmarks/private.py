@@ -55,12 +55,14 @@ def site(make, steps, group, stop):
         name: og.distribute(models[name], og.Dense(), transform=transform, group=group)
         for name, transform in given.items()
     }
+    optimizers = {name: torch.optim.Adam(own.parameters()) for name, own in models.items()}
     seconds = {name: [] for name in given}
     for _ in stop.checked(iter(range(steps))):
         for name, own in models.items():
-            own.zero_grad()
             began = thread_time()
+            optimizers[name].zero_grad()
             nn.functional.cross_entropy(own(x), y).backward()
+            optimizers[name].step()
             seconds[name].append(thread_time() - began)
     for session in sessions.values():
         session.detach()
