@@ -60,8 +60,8 @@ class Muon(Optimizer):
         eps: Adam's smallest denominator.
         weight_decay: λ, decoupled, for all parameters.
         dtype: Type in which the iteration is computed. By default bfloat16 on a GPU, and float32 or
-            a parameter's own on a CPU. There bfloat16 is two to four times as fast if it has units
-            for it (AVX512-BF16, AMX), and far slower if not.
+            a parameter's own on a CPU. There bfloat16 is faster if it has units for it
+            (AVX512-BF16, AMX), and far slower if not.
 
     Raises:
         ValueError: A value is out of range, or ``matrices=True`` is said of a vector.

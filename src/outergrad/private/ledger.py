@@ -332,11 +332,11 @@ class Ledger:
 
     # -- state ------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
-        """Returns what was released, as plain numbers and text."""
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what was released, as plain numbers and text: `og.Checkpoints(ledger=ledger)`."""
         return _state(self._runs)
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over what another ledger, or this one before, had counted.
 
         Of two states, of which one goes on where the other ends, the longer counts: what was
@@ -345,7 +345,7 @@ class Ledger:
         Raises:
             ValueError: it is no state of a ledger, or has other releases than this one.
         """
-        runs = _runs(state)
+        runs = _runs(state_dict)
         if _goes_on(self._runs, runs):
             return
         if not _goes_on(runs, self._runs):
@@ -355,17 +355,9 @@ class Ledger:
             )
         self._runs, self._room = runs, None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns `state()`, as `og.Checkpoints(..., ledger=ledger)` asks for it."""
-        return self.state()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Calls `load`."""
-        self.load(state_dict)
-
     def _read(self, file: Path) -> None:
         try:
-            self.load(json.loads(file.read_text()))
+            self.load_state_dict(json.loads(file.read_text()))
         except ValueError as error:
             raise ValueError(f"file={str(file)!r} holds no ledger: {error}") from error
 

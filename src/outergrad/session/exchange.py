@@ -234,7 +234,7 @@ class Exchange:
             return header
         uses = [replace(use, tapped=False) for use in header.uses]
         if getattr(self.transform, "adds_up", False):  # a batch's size tells of its samples
-            for slot, k in zip(share.model.slots, range(len(uses)), strict=False):
+            for k, slot in enumerate(share.model.slots):
                 most = slot.outputs + slot.inputs  # from so many rows on all travels dense
                 uses[k] = replace(uses[k], rows=most if slot.weight in announced else 0)
         return replace(header, uses=tuple(uses))

@@ -213,7 +213,7 @@ class Session:
         exchange = self._exchange
         if exchange.batch is not None and accumulating(exchange.transform) is None:
             raise RuntimeError(
-                f"session.no_sync(): {self._exchange.transform!r} needs the gradient of each "
+                f"session.no_sync(): {exchange.transform!r} needs the gradient of each "
                 f"sample, which is not kept over several passes: share every backward, of one batch"
             )
         with self._updates.no_sync(self._loop.unsynchronised()):

@@ -202,7 +202,7 @@ def test_a_budget_ends_before_the_step_that_would_exceed_it(stop_at):
 
 def test_all_sites_stop_at_the_same_step_with_the_same_words():
     first, second = quick(stop_at=1.0), quick(stop_at=1.0)
-    second.load(ledger_of((STEP, 123)).state())
+    second.load_state_dict(ledger_of((STEP, 123)).state_dict())
     first.record(STEP, 123)
     said = []
     for ledger in (first, second):
@@ -266,7 +266,7 @@ def test_equal_releases_are_counted_together():
 
 def test_a_ledger_goes_on_where_another_ended():
     whole = ledger_of((STEP, 30), (Release(2.0, Fixed(3, 9, fresh=False), 2, "open"), 12))
-    state = json.loads(json.dumps(whole.state()))
+    state = json.loads(json.dumps(whole.state_dict()))
     other = Ledger(DELTA)
     other.load_state_dict(state)
     assert other.runs == whole.runs
@@ -278,22 +278,22 @@ def test_a_ledger_goes_on_where_another_ended():
 
 def test_what_was_released_since_a_checkpoint_stays_released():
     ledger = ledger_of((STEP, 30))
-    checkpoint = ledger.state()
+    checkpoint = ledger.state_dict()
     ledger.record(STEP, 5)
     ledger.record(Release(2.0, Poisson(0.5)))
     counted = ledger.runs
-    ledger.load(checkpoint)
-    ledger.load(Ledger(DELTA).state())
+    ledger.load_state_dict(checkpoint)
+    ledger.load_state_dict(Ledger(DELTA).state_dict())
     assert ledger.runs == counted
 
 
 def test_a_file_keeps_what_was_released(tmp_path):
     file = tmp_path / "ledger.json"
     ledger = ledger_of((STEP, 30), file=file)
-    checkpoint = ledger.state()
+    checkpoint = ledger.state_dict()
     ledger.record(STEP, 5)
     restarted = Ledger(DELTA, file=file)
-    restarted.load(checkpoint)
+    restarted.load_state_dict(checkpoint)
     assert restarted.runs == ledger.runs
 
 
@@ -347,10 +347,12 @@ REFUSED = {
         "no bound by RDP: pass accountant='pld'",
     ),
     "other releases": (
-        lambda: ledger_of((STEP, 3)).load(ledger_of((Release(2.0, Poisson(0.1)), 9)).state()),
+        lambda: ledger_of((STEP, 3)).load_state_dict(
+            ledger_of((Release(2.0, Poisson(0.1)), 9)).state_dict()
+        ),
         r"other releases \(9 steps in 1 runs\) than this ledger \(3 steps in 1 runs\)",
     ),
-    "no state": (lambda: Ledger(DELTA).load({"model": 3}), "no state of a ledger"),
+    "no state": (lambda: Ledger(DELTA).load_state_dict({"model": 3}), "no state of a ledger"),
 }
 
 
