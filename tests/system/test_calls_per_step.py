@@ -25,8 +25,12 @@ def test_a_layer_costs_few_calls(name, method):
 
 
 def added_calls(method, layers: int) -> int:
-    """Calls that a session adds: what other sessions of this process listen to is in both."""
-    return calls(method, layers) - calls(None, layers)
+    """Calls that a session adds: what other sessions of this process listen to is in both.
+
+    Of several sessions the fewest: one that began on a busy machine measured a slow link, and
+    sends in more parts.
+    """
+    return min(calls(method, layers) - calls(None, layers) for _ in range(3))
 
 
 def calls(method, layers: int) -> int:
