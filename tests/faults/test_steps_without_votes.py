@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 import time
 from contextlib import suppress
@@ -111,6 +112,54 @@ def test_a_damaged_sum_is_found_when_the_session_settles(faulty_transport, sites
     assert len(set(found)) == 1
     assert found[0][1] == ((2,) if sites == 3 else (0, 1))
     assert "one of the steps 1 to 5" in found[0][0]
+
+
+def surprised(model, rank, step):
+    """The first layer is used no more, which the plan did not know: all vote on the step."""
+    model.zero_grad()
+    (model[1](torch.ones(2, 8)) ** 2).mean().backward()
+
+
+def skipped(model, rank, step):
+    model.zero_grad()
+    (model(X[rank]) * (torch.nan if rank == 0 else 1.0)).sum().backward()
+
+
+def raised(model, rank, step):
+    model.zero_grad()
+    loss = model(X[rank]).sum()
+    if rank == 0:
+        loss.register_hook(failing)
+    with suppress(RuntimeError):
+        loss.backward()
+
+
+def failing(_):
+    raise RuntimeError("a user's backward fails")
+
+
+@pytest.mark.parametrize("last", [surprised, skipped, raised])
+@pytest.mark.parametrize(("sites", "steps"), [(2, 1), (3, 2)])
+def test_a_damaged_sum_is_found_though_sites_voted_on_later_steps(
+    faulty_transport, sites, steps, last
+):
+    """Their votes are about these alone: digests of the steps before are compared at the end."""
+    faulty_transport.change = last_site_is_damaged(sites)
+
+    def body(rank, group):
+        model, session = trained(rank, group, DAMAGED + 1)
+        own_comm().armed = False
+        for step in range(steps):
+            last(model, rank, step)
+        with pytest.raises(og.DriftError) as caught:
+            session.state_dict()
+        session.detach()
+        return str(caught.value), caught.value.sites
+
+    found = run_on_lasting_groups(sites, body)
+    assert len(set(found)) == 1
+    assert found[0][1] == ((2,) if sites == 3 else (0, 1))
+    assert re.search("one of the steps 1 to [345]", found[0][0])
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -11,11 +11,15 @@ from torch import nn
 
 import outergrad as og
 
+SIGN = og.wire.Sign()
 METHODS = {
     "dense": og.Dense(),
     "dad": og.DAD(always=True),
     "rank-dad gather": og.RankDAD(rank=2, reduce="gather"),
     "rank-dad two_way": og.RankDAD(rank=2, reduce="two_way"),
+    "signs two_way": og.Sparse(
+        density=0.3, select="random", wire=SIGN, vectors=SIGN, reduce="two_way"
+    ),
     "rank-dad all_reduce": og.RankDAD(rank=2, reduce="all_reduce"),
     "powersgd": og.PowerSGD(rank=2),
     "sparse": og.Sparse(density=0.05),

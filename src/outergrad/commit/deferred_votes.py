@@ -25,7 +25,8 @@ class DeferredVotes:
     By the messages of the next step the other sites show that they have made this one, too. The
     votes show that all have received the same in it, and in those before it.
 
-    The last step is kept until then: a site that lacks it may request its result.
+    The last step is kept until then: a site that lacks it may request its result. The ballot of the
+    last step without a vote is kept until its digests are compared, whatever steps come after it.
 
     Attributes:
         first: first step since the last vote; None if there is none.
@@ -47,8 +48,17 @@ class DeferredVotes:
 
     @property
     def are_compared(self) -> bool:
-        """True if all sites are known to have received the same in the last step."""
-        return self._step is None
+        """True if all sites are known to have received the same in all steps that they applied.
+
+        They are not where a step without a vote came before one of its own vote, or one that did
+        not count.
+        """
+        return self._ballot is None
+
+    @property
+    def are_over(self) -> bool:
+        """True if there is nothing to settle: all sites have made the last step, and the same."""
+        return self.is_settled and self.are_compared
 
     @property
     def are_due(self) -> bool:
@@ -58,9 +68,8 @@ class DeferredVotes:
     @property
     def about(self) -> str:
         """Steps since the last vote, in words."""
-        if self._decided is not None:
+        if self._ballot is None:
             return f"step {self._decided}"
-        assert self._ballot is not None
         last = self._ballot.step
         several = self.first is not None and self.first != last
         return f"the steps {self.first} to {last}" if several else f"step {last}"
@@ -128,7 +137,9 @@ class DeferredVotes:
         Raises:
             ExchangeError: another site is lost, or the votes are.
         """
-        return self._perform(self._machine.on(Event.SETTLES), compare=compare)
+        late = self.is_settled and not self.are_compared
+        event = Event.MEETS if late else Event.SETTLES
+        return self._perform(self._machine.on(event), compare=compare)
 
     def settle_without_votes(self, compare: Comparing) -> DriftError | None:
         """Compares, as `settle`, a step whose voters have ended in order."""
@@ -141,11 +152,12 @@ class DeferredVotes:
     def forget(self) -> None:
         """Drops the last step: its outcome is agreed."""
         self._perform(self._machine.on(Event.FORGETS))
+        self._ballot = None
 
     def restart(self) -> None:
         """Starts anew with sites that are equal, whatever came before."""
         self._perform(self._machine.restart())
-        self.first, self.digest = None, 0
+        self._ballot, self.first, self.digest = None, None, 0
 
     def _perform(
         self,
@@ -155,19 +167,21 @@ class DeferredVotes:
         waiting: Waiting = nullcontext,
     ) -> DriftError | None:
         """Performs actions on the last step; returns the error if sites differ in it."""
-        drift = None
+        drift, compared = None, False
         if Action.COUNT in actions:
             assert self._ballot is not None
             with waiting():
                 decision = self._ballot.count()
             drift = None if decision.good else decision.drift(self._ballot.sites, now)
-            actions = self._machine.on(Event.COUNTED)
+            actions, compared = self._machine.on(Event.COUNTED), True
         elif Action.COMPARE in actions:
             assert compare is not None
             drift = self._compared(compare())
-            actions = self._machine.on(Event.COMPARED)
+            actions, compared = self._machine.on(Event.COMPARED), True
         if Action.DROP in actions:
-            self._ballot = self._step = self._decided = None
+            self._step = self._decided = None
+            if compared or self.first is None:
+                self._ballot = None
         return drift
 
     def _compared(self, digests: Mapping[int, int | None]) -> DriftError | None:

@@ -113,7 +113,7 @@ class FailureHandler:
     @property
     def place(self) -> str:
         """Words for what this site waits for."""
-        if self._running.step is None and not self._votes.is_settled:
+        if self._running.step is None and not self._votes.are_over:
             return f"the other sites' word on what they received in {self._votes.about}"
         step = self._running.shared
         return "the headers" if step is None else step.place

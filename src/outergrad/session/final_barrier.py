@@ -35,7 +35,7 @@ class FinalBarrier:
             DriftError: sites have applied different gradients in the last step.
         """
         drift, patience_s = None, self._at.comm.patience_s
-        if not self._votes.is_settled:
+        if not self._votes.are_over:
             with self._failure.guard_between(self._failure.place):
                 drift = self._settled(2 * patience_s, patience_s)
         if drift is not None:
@@ -52,7 +52,7 @@ class FinalBarrier:
     def settle_at_exit(self) -> None:
         """Compares when Python ends, where other sites may have left: it aborts nothing."""
         group = self._at.group
-        if self._votes.is_settled or group.lost is not None or group.participant.frozen:
+        if self._votes.are_over or group.lost is not None or group.participant.frozen:
             return
         told: DriftError | RuntimeWarning | None
         about, compared = self._votes.about, self._votes.are_compared

@@ -608,7 +608,7 @@ class Session:
         at.detach()
         self._reporter.close()
         votes = self._exchange.votes
-        if self._exchange.several and at.group.lost is None and not votes.is_settled:
+        if self._exchange.several and at.group.lost is None and not votes.are_over:
             _LOG.warning(
                 "%s: %s given up without session.detach(): this "
                 "site has not compared what the sites received in %s",
