@@ -122,6 +122,17 @@ def trials(recording: Recording) -> list[str]:
     ]
 
 
+def released(recording: Recording) -> list[str]:
+    """Returns what a run has released by its ledger of privacy, as reported last by one site."""
+    told = recording.privacy
+    return [_line_of(row) for row in told[told["site"] == told["site"].min()].tail(1).itertuples()]
+
+
+def _line_of(row: Any) -> str:
+    fields = {f.name: getattr(row, f.name, row.site) for f in dataclasses.fields(Privacy)}
+    return str(Privacy(**fields))
+
+
 def columns_of(summaries: Iterable[Summary]) -> list[str]:
     """Returns the scalars that the table shows: losses first, then accuracies, then others."""
     names = {name for found in summaries for name in found.finals}

@@ -304,7 +304,9 @@ def head(watched: Watched, view: View) -> list[Text]:
     method = watched.run.method if watched.run else "a run of which the beginning was not written"
     path, room = str(view.path), view.width - len(state[0]) - len(method) - 6
     title = Text.assemble((path if len(path) <= room else view.path.name, "bold"), "  ", method)
-    return [sides(title, Text(*state), view.width), rule(view), _progress(watched)]
+    lines = [sides(title, Text(*state), view.width), rule(view), _progress(watched)]
+    told = [site.privacy for site in watched.sites if site.privacy is not None]
+    return [*lines, labelled("privacy", Text(str(told[0])))] if told else lines
 
 
 def _state(watched: Watched, now: float) -> tuple[str, str]:
