@@ -126,7 +126,8 @@ def _of_layer(event: Layer) -> dict[str, float]:
 def first_again(kind: str, step: int) -> int:
     """Returns the first step, as events of this kind count, that a run resumed at `step` repeats.
 
-    Scalars, evaluations and what was released count the steps that are done, other events the steps before theirs.
+    Scalars, evaluations and what was released count the steps that are done, other events the
+    steps before theirs.
     """
     return step + (kind in ("scalars", "evaluation", "privacy"))
 

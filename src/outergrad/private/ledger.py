@@ -388,8 +388,8 @@ class Ledger:
             return
         if not goes_on(runs, self._runs):
             raise ValueError(
-                f"the state has other releases ({told_sum(runs)}) than this ledger ({told_sum(self._runs)})"
-                f": load it into a new Ledger, before its first step"
+                f"the state has other releases ({told_sum(runs)}) than this ledger "
+                f"({told_sum(self._runs)}): load it into a new Ledger, before its first step"
             )
         self.take_over(runs)
 

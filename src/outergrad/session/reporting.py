@@ -44,7 +44,6 @@ from outergrad.record.stats import Stats
 from outergrad.session.layer_events import LayerEvents, without_samples
 from outergrad.session.settings import Settings
 
-
 _GROWTH = 1.25
 """By how much the released steps have grown when ε is computed for recorders again."""
 

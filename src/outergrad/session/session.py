@@ -401,8 +401,8 @@ class Session:
         exchange = self._exchange
         if exchange.counter is None:
             raise RuntimeError(
-                f"session.privacy(): nothing is counted with transform={exchange.transform!r}: pass "
-                f"og.Private(..., ledger=og.private.Ledger(delta), sampling=loader)"
+                f"session.privacy(): nothing is counted with transform={exchange.transform!r}: "
+                f"pass og.Private(..., ledger=og.private.Ledger(delta), sampling=loader)"
             )
         return exchange.counter.spent(tuple(exchange.local))
 

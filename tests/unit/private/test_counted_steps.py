@@ -8,21 +8,16 @@ import json
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import outergrad as og
 from cases import mlp
 from outergrad.private import (
-    BudgetSpentError,
-    CollateEmpty,
-    Fixed,
     Ledger,
     Poisson,
-    PoissonSampler,
     Release,
     Run,
 )
-from ranks import run_on_lasting_groups, run_ranks, try_ranks
+from ranks import run_on_lasting_groups, try_ranks
 from stars import on_star
 
 DELTA, NOISE, RATE = 1e-5, 1.1, 0.01

@@ -26,6 +26,7 @@ from outergrad.core.run_figures import (
     silence,
     speed,
 )
+from outergrad.events import Privacy
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -306,7 +307,14 @@ def head(watched: Watched, view: View) -> list[Text]:
     title = Text.assemble((path if len(path) <= room else view.path.name, "bold"), "  ", method)
     lines = [sides(title, Text(*state), view.width), rule(view), _progress(watched)]
     told = [site.privacy for site in watched.sites if site.privacy is not None]
-    return [*lines, labelled("privacy", Text(str(told[0])))] if told else lines
+    return [*lines, _privacy(told[0])] if told else lines
+
+
+def _privacy(told: Privacy) -> Text:
+    epsilon = ", ".join(f"{v:.3g} ({observer})" for observer, v in told.epsilon.items())
+    budget = "" if told.stop_at is None else f"stops at {told.stop_at:g}"
+    known = (f"ε {epsilon}", budget, f"δ {told.delta:g}") if epsilon else (told.unknown,)
+    return labelled("privacy", dotted(*known, f"{told.steps:,} released steps"))
 
 
 def _state(watched: Watched, now: float) -> tuple[str, str]:
