@@ -368,7 +368,7 @@ class Disclosure:
 
 @dataclass(frozen=True, kw_only=True)
 class Privacy:
-    """What a training has released so far, by the ledger of its `og.Private`.
+    """Report of what a training has released so far, by the ledger of its `og.Private`.
 
     It follows the first recorded step, later ones whenever a quarter more was released, and the
     end, whatever `every` is.

@@ -29,7 +29,7 @@ _NEAR = 0.01
 
 
 class _Word(NamedTuple):
-    """What a site tells the others before it counts on.
+    """Report of a site to the others, before they count on.
 
     Attributes:
         state: fingerprint of what its ledger has counted.

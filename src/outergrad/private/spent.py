@@ -1,4 +1,4 @@
-"""What a session has released so far, in figures and in words."""
+"""Report of what a session has released so far, in figures and in words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAMES_SHOWN = 4
 
 @dataclass(frozen=True)
 class PrivacySpent:
-    """What a session has released so far, by its ledger: `print(session.privacy())`.
+    """Report of what a session has released so far: `print(session.privacy())`.
 
     Attributes:
         epsilon: ε by observer ("model", "site", "hub"), by the ledger's accountant; empty where

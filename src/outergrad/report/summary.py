@@ -132,8 +132,9 @@ def released(recording: Recording) -> list[str]:
 
 
 def _line_of(row: Any) -> str:
-    told = {field.name: getattr(row, field.name, row.site) for field in fields(Privacy)}
-    return str(Privacy(**told | {"stop_at": None if isnan(row.stop_at) else row.stop_at}))
+    told: dict[str, Any] = {f.name: getattr(row, f.name, row.site) for f in fields(Privacy)}
+    told["stop_at"] = None if isnan(row.stop_at) else row.stop_at
+    return str(Privacy(**told))
 
 
 def columns_of(summaries: Iterable[Summary]) -> list[str]:
