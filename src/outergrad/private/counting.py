@@ -66,8 +66,9 @@ class StepCounter:
     sampling: Sampling
     batch: float
     expected: float | None
-    _left: int = field(default=0, init=False)
+    _is_agreed: bool = field(default=False, init=False)
     _is_new: bool = field(default=True, init=False)
+    _is_spent: bool = field(default=False, init=False)
     _counted: Release | None = field(default=None, init=False)
 
     def begin(self, comm: Comm) -> None:
@@ -82,11 +83,13 @@ class StepCounter:
             OSError: the ledger's file cannot be written.
             ExchangeError: another site is out of reach.
         """
-        if self._left < 1:
-            self._agree(comm)
-        release = self._release(comm)
+        release = Release(self.noise, self.sampling, comm.world_size, comm.sums)
+        if self._is_spent:  # all sites know: nothing is asked again, of sites that may have left
+            raise self.ledger.spent_error(release)
+        if not self._is_agreed or self.ledger.allowed(release) < 1:
+            self._agree(comm, release)
         self.ledger.record(release)
-        self._left, self._counted = self._left - 1, release
+        self._counted = release
 
     def show_parts(self) -> None:
         """Counts a step that was discarded, or started again, as if all had seen each site's part.
@@ -98,20 +101,16 @@ class StepCounter:
         release = self._counted
         if release is not None and release.sums != "open" and release.sites > 1:
             self.ledger.record(replace(release, sums="open"))
-            self._left = 0
 
     def restart(self) -> None:
         """Has the sites compare before the next step."""
-        self._left = 0
-
-    def _release(self, comm: Comm) -> Release:
-        return Release(self.noise, self.sampling, comm.world_size, comm.sums)
+        self._is_agreed = self._is_spent = False
 
     # -- between the sites ------------------------------------------------------------------------
 
-    def _agree(self, comm: Comm) -> None:
+    def _agree(self, comm: Comm, release: Release) -> None:
         """Compares the ledgers, and sets the number of steps that all have room for."""
-        error, room, release = None, _FAILED, self._release(comm)
+        error, room = None, _FAILED
         try:
             room = self.ledger.room(release)
         except (ImportError, ValueError) as raised:
@@ -121,16 +120,18 @@ class StepCounter:
         told = [_Word(*words) for words in words_of_all(comm, own)]
         if len({one.state for one in told}) > 1:
             self._take_over(comm, state, told)
-            return self._agree(comm)
+            return self._agree(comm, release)
         if error is not None:
             raise error
         _refuse_failed(comm, told)
         if all(one.is_new for one in told):
             self._check_batch(comm)
-        self._is_new = False
-        self._left = min(one.room for one in told)
-        if not self._left:
+        self._is_new, self._is_agreed = False, True
+        room = min(one.room for one in told)
+        if not room:
+            self._is_spent = True
             raise self.ledger.spent_error(release)
+        self.ledger.allow(release, room)
         return None
 
     def _take_over(self, comm: Comm, own: bytes, told: Sequence[_Word]) -> None:

@@ -160,6 +160,7 @@ class Ledger:
         self.adjacency: Adjacency = adjacency
         self._runs: list[Run] = []
         self._room: _Room | None = None
+        self._allowed: _Room | None = None
         self._file = None if file is None else Path(file)
         if self._file is not None and self._file.exists():
             self._read(self._file)
@@ -204,6 +205,8 @@ class Ledger:
             write_whole(self._file, json.dumps(_state(runs)) + "\n")
         if len(runs) > len(self._runs):
             self._room = None  # it was about the run before
+            if self._allowed is not None and self._allowed.release != release:
+                self._allowed = None
         self._runs = runs
 
     def check(self, release: Release) -> None:
@@ -237,6 +240,16 @@ class Ledger:
         if done == self._room.fits:
             self._room = self._look_ahead(self._room)
         return self._room.fits - done
+
+    def allow(self, release: Release, steps: int) -> None:
+        """Notes that the sites have agreed on so many more steps like this one, in this run."""
+        self._allowed = _Room(release, self._latest(release) + steps)
+
+    def allowed(self, release: Release) -> int:
+        """Returns how many of the steps that the sites have agreed on are left."""
+        if self._allowed is None or self._allowed.release != release:
+            return 0
+        return self._allowed.fits - self._latest(release)
 
     def _look_ahead(self, room: _Room) -> _Room:
         """Finds room for as many steps again, or else the last one that fits."""
@@ -396,7 +409,7 @@ class Ledger:
     def take_over(self, runs: Sequence[Run]) -> None:
         """Goes on from these releases, which must begin with all that it has counted."""
         assert goes_on(runs, self._runs)
-        self._runs, self._room = list(runs), None
+        self._runs, self._room, self._allowed = list(runs), None, None
 
     def _read(self, file: Path) -> None:
         try:

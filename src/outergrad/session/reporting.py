@@ -132,9 +132,9 @@ class Reporter:
             if self._due(step):
                 self._tell_all(list(self._layers.shared(context, stats)), step, stats)
                 self._disclose(step)
+                self._told_s = time.perf_counter() - began
                 if self._counter is not None and self._counter.steps >= self._next_told:
                     self._tell_privacy(stats.step)
-                self._told_s = time.perf_counter() - began
 
     def report_alone(self, stats: Stats) -> None:
         """Reports a step of a single site."""

@@ -107,9 +107,9 @@ def test_sites_speak_seldom():
     spoken = []
 
     class Speaking(StepCounter):
-        def _agree(self, comm):
+        def _agree(self, comm, release):
             spoken.append(comm.rank)
-            super()._agree(comm)
+            super()._agree(comm, release)
 
     def body(rank, group):
         ledger = quick(stop_at=epsilon_of(1000))
@@ -145,6 +145,61 @@ def test_a_site_without_dp_accounting_is_named():
     assert (none, nothing) == (0, 0)
     assert "site 1 could not look" in str(first)
     assert isinstance(second, ImportError)
+
+
+@pytest.mark.parametrize("noises", [(NOISE, NOISE), (NOISE, 2.0)])
+def test_two_sessions_share_a_budget(noises):
+    """As of a generator and a discriminator, in turn."""
+
+    def body(rank, group):
+        ledger = quick(stop_at=epsilon_of(6))
+        both = [session_of(ledger, group, noise=noise) for noise in noises]
+        made = [0, 0]
+        with pytest.raises(BudgetSpentError):
+            for k in range(100):
+                model = both[k % 2][0]
+                model.zero_grad()
+                model(torch.randn(3, 6)).square().mean().backward()
+                made[k % 2] += 1
+        for _, session in both:
+            session.detach()
+        return made, ledger.epsilon(), ledger.steps
+
+    for made, spent, steps in run_on_lasting_groups(2, body):
+        assert steps == sum(made)
+        assert spent <= epsilon_of(6)
+        if noises[0] == noises[1]:
+            assert made == [3, 3]
+        else:
+            assert 6 < sum(made) < 100
+
+
+def test_a_site_whose_step_raised_where_the_budget_ends_stops_with_the_others():
+    """In its loss, before it could begin the step. The others do not wait for it afterwards."""
+
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ArithmeticError("here")
+
+    def body(rank, group):
+        ledger = quick(stop_at=epsilon_of(3))
+        model, session = session_of(ledger, group)
+        if rank == 1:
+            steps_until_spent(model, 3)
+            model.zero_grad()
+            loss = model(torch.randn(3, 6)).square().mean()
+            with pytest.raises(ArithmeticError):
+                Raises.apply(loss).backward()
+        made, error = steps_until_spent(model)
+        session.detach()
+        return made, error.steps, ledger.steps
+
+    assert run_on_lasting_groups(2, body) == [(3, 3, 3), (0, 3, 3)]
 
 
 # -- ledgers of sites that differ -----------------------------------------------------------------

@@ -5,6 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
+import tempfile
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,7 +19,7 @@ from cases import mlp
 from outergrad.core import packages
 from outergrad.private import Ledger, Poisson, Release, Run
 from ranks import run_on_lasting_groups
-from stars import Proxy, hub, star
+from stars import NAMES, Proxy, hub, kit_of, star
 
 dp = pytest.importorskip("dp_accounting", reason="pip install 'dp-accounting>=0.6'")
 DELTA, NOISE, RATE = 1e-5, 1.1, 0.01
@@ -177,6 +181,65 @@ def by_hand(noises):
     for noise, steps in noises:
         accountant.compose(dp.PoissonSampledDpEvent(RATE, dp.GaussianDpEvent(noise)), steps)
     return accountant.get_epsilon(DELTA)
+
+
+def test_a_site_that_comes_back_counts_what_the_others_have_counted():
+    """With a ledger that has nothing: it is a new process of a machine that has lost its disk."""
+    back = threading.Event()
+
+    def body(rank, transport, line, own_steps=60):
+        ledger = Ledger(DELTA, accountant="rdp")
+        model = copy.deepcopy(MODEL)
+        about = {"transform": private_of(ledger), "timeout": 10}
+        session = og.distribute(model, og.Dense(), transport=transport, **about)
+        while (step := session.stats().step) < own_steps:
+            if line is not None and rank == 2 and step == 3:
+                line(False)
+            elif session._at.comm.epoch == 1:  # until the third is back
+                time.sleep(0.04)
+            try:
+                make_step(model)
+            except og.SitesChangedError:
+                line(True) if line is not None else None
+                back.set()
+            except og.SiteLostError:
+                return None
+        session.detach()
+        return ledger.runs
+
+    with hub(3, grace_s=0.3) as server, ThreadPoolExecutor(4) as threads:
+        proxy = Proxy(server.port)
+
+        def line(is_up):
+            proxy.is_up = is_up
+            if not is_up:
+                proxy.cut()
+
+        kit = shutil.copy(kit_of(NAMES[2]), tempfile.mkdtemp(prefix="outergrad-kit-"))
+        ports = [None, None, proxy.port]
+        stars = [star(server, rank, port, when_lost="go on") for rank, port in enumerate(ports)]
+        again = star(server, 2, kit=kit, when_lost="go on")
+
+        def comes():
+            back.wait()
+            return body(2, again, None)
+
+        try:
+            others = [threads.submit(body, rank, stars[rank], line) for rank in range(3)]
+            late = threads.submit(comes)
+            one, other, none = (future.result() for future in others)
+            assert none is None
+            assert one == other == late.result()
+            assert [(run.release.sites, run.release.sums) for run in one] == [
+                (3, "trusted"),
+                (2, "trusted"),
+                (3, "trusted"),
+            ]
+            assert sum(run.steps for run in one) in (60, 61, 62)  # and void steps
+        finally:
+            for each in (*stars, again):
+                each.close()
+            proxy.close()
 
 
 # -- what it tells --------------------------------------------------------------------------------
