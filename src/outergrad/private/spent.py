@@ -47,7 +47,8 @@ def spent(ledger: Ledger, noise: float, local: Collection[str]) -> PrivacySpent:
         ValueError: ε is not to be had by the ledger's accountant.
     """
     known = missing("dp_accounting") is None
-    epsilon = {who: ledger.epsilon(who) for who in ledger.observers} if known else {}
+    whom = ledger.observers if known else ()
+    epsilon: dict[Observer, float] = {who: ledger.epsilon(who) for who in whom}
     notes = (_of_noise(noise), _of_local(local))
     told = tuple(note for note in notes if note)
     return PrivacySpent(epsilon, ledger.delta, ledger.steps, told, str(ledger))
