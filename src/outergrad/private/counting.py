@@ -96,7 +96,8 @@ class StepCounter:
 
         A site whose backward raised, or whose batch does not fit the plan, adds nothing to sums:
         without its noise, or by the difference to the sums of the second attempt, they tell more of
-        the others. Open messages have been counted as that already.
+        the others, but no more than each part by itself would. Open messages have been counted as
+        that already.
         """
         release = self._counted
         if release is not None and release.sums != "open" and release.sites > 1:
@@ -112,6 +113,7 @@ class StepCounter:
         """Compares the ledgers, and sets the number of steps that all have room for."""
         error, room = None, _FAILED
         try:
+            self.ledger.count_for(comm.sites[comm.rank].called)
             room = self.ledger.room(release)
         except (ImportError, ValueError) as raised:
             error = raised
@@ -217,8 +219,8 @@ def _refuse_failed(comm: Comm, told: Sequence[_Word]) -> None:
     pairs = zip(comm.sites, told, strict=True)
     if failed := [site for site, one in pairs if one.room < 0]:
         raise RuntimeError(
-            f"{called(failed)} could not look whether the budget of privacy has room for the next "
-            f"step: its own error says why. No site has made that step"
+            f"{called(failed)} could not count the next step in the ledger of privacy: the error "
+            f"raised there says why. No site has made that step"
         )
 
 

@@ -161,6 +161,7 @@ class Ledger:
         self._runs: list[Run] = []
         self._room: _Room | None = None
         self._allowed: _Room | None = None
+        self._site: str | None = None
         self._file = None if file is None else Path(file)
         if self._file is not None and self._file.exists():
             self._read(self._file)
@@ -240,6 +241,19 @@ class Ledger:
         if done == self._room.fits:
             self._room = self._look_ahead(self._room)
         return self._room.fits - done
+
+    def count_for(self, site: str) -> None:
+        """Notes the site whose steps a session counts in it.
+
+        Raises:
+            ValueError: it counts for another one, as where sites are threads of one process.
+        """
+        if self._site not in (None, site):
+            raise ValueError(
+                f"one Ledger for {self._site} and {site} would count each step twice: give every "
+                f"site a Ledger of its own, with a file of its own, and an og.Private of its own"
+            )
+        self._site = site
 
     def allow(self, release: Release, steps: int) -> None:
         """Notes that the sites have agreed on so many more steps like this one, in this run."""

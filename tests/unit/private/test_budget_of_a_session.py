@@ -143,7 +143,7 @@ def test_a_site_without_dp_accounting_is_named():
 
     (first, none), (second, nothing) = run_on_lasting_groups(2, body)
     assert (none, nothing) == (0, 0)
-    assert "site 1 could not look" in str(first)
+    assert "site 1 could not count the next step" in str(first)
     assert isinstance(second, ImportError)
 
 
@@ -259,6 +259,25 @@ def test_a_site_that_comes_later_takes_over_the_count():
         return ledger.runs
 
     assert run_on_lasting_groups(2, body) == [(Run(STEP, 8),)] * 2
+
+
+def test_sites_that_are_threads_need_a_ledger_each():
+    shared = quick()
+
+    def body(rank, group):
+        model, session = session_of(shared, group)
+        found = []
+        try:
+            steps_until_spent(model, 1)
+        except (ValueError, RuntimeError) as error:
+            found.append(str(error))
+        session.detach()
+        return found
+
+    told = sorted(one[0] for one in run_on_lasting_groups(2, body))
+    assert "give every site a Ledger of its own" in told[0]
+    assert "could not count the next step" in told[1]
+    assert shared.steps == 0
 
 
 # -- the expected batch ---------------------------------------------------------------------------

@@ -206,3 +206,16 @@ def test_a_step_that_starts_again_has_the_same_noise_and_shows_parts():
         assert runs == (Run(step, 5), Run(shown, 1), Run(step, 1))
     whole = 2 * (6 * 6 + 6)
     assert sum(drawn) == 2 * 6 * whole
+
+
+def test_adaptive_clipping_counts_gradients_and_counts_together_as_noise():
+    def body(rank, group):
+        ledger = Ledger(DELTA)
+        model, session = session_of(ledger, group, clipping="adaptive", batch=400)
+        for _ in range(2):
+            model.zero_grad()
+            loss_of(model).backward()
+        session.detach()
+        return ledger.runs
+
+    assert run_on_lasting_groups(2, body) == [(Run(STEP, 2),)] * 2
