@@ -4,14 +4,17 @@
 
 Two sites are threads of this process. Each has the model six times, without a transform and with
 each clipping, and makes a step of each in turn, so that other programs slow all of them alike. The
-figures are medians of ratios of steps in the same turn. The last line is the time of one normal
+figures are medians of ratios of steps in the same turn. The line before the last is the time in
+which a ledger writes a step into its file, in this folder. The last line is the time of one normal
 number: by the default source, by `secure=True`, and by PyTorch.
 """
 
 import copy
 import statistics
 import sys
+import tempfile
 from functools import partial
+from pathlib import Path
 from time import perf_counter, thread_time
 
 import torch
@@ -82,6 +85,17 @@ def noise_ns(draw):
     return 1e9 * least / count
 
 
+def record_ms(folder):
+    """Returns the median time in which a ledger writes a step down, in milliseconds."""
+    ledger = og.private.Ledger(delta=1e-5, file=Path(folder) / "ledger.json")
+    step, took_s = og.private.Release(1.1, og.private.Poisson(0.01), sites=2), []
+    for _ in range(200):
+        began = perf_counter()
+        ledger.record(step)
+        took_s.append(perf_counter() - began)
+    return 1e3 * statistics.median(took_s)
+
+
 def main(steps: int) -> None:
     """Prints a row per model, and the time of noise."""
     print("model", *WAYS, sep=" | ")
@@ -94,6 +108,8 @@ def main(steps: int) -> None:
     device = torch.device("cpu")
     default, secure = (source(None, secure=secure) for secure in (False, True))
     draws = [lambda n: default.draw(n, device), lambda n: secure.draw(n, device), torch.randn]
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        print(f"ms to write a step into a ledger's file: {record_ms(folder):.1f}")
     print("ns per normal number:", *(f"{noise_ns(draw):.1f}" for draw in draws))
 
 

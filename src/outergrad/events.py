@@ -367,6 +367,45 @@ class Disclosure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Privacy:
+    """Report of what a training has released so far, by the ledger of its `og.Private`.
+
+    It follows the first recorded step, later ones whenever a quarter more was released, and the
+    end, whatever `every` is.
+
+    Attributes:
+        rank: rank of this site.
+        step: synchronised steps so far.
+        time: seconds since 1970.
+        steps: released steps, discarded ones and those of earlier runs included.
+        delta: δ.
+        epsilon: ε by observer ("model", "site", "hub"), upper bounds by Rényi divergences; empty
+            where it is not known.
+        stop_at: budget of ε; None if there is none.
+        against: observer whose ε the budget is about.
+        unknown: why ε is not known; "" if it is.
+    """
+
+    rank: int
+    step: int
+    time: float
+    steps: int
+    delta: float
+    epsilon: Mapping[str, float]
+    stop_at: float | None = None
+    against: str = "model"
+    unknown: str = ""
+
+    def __str__(self) -> str:
+        """Formats the figures in a line."""
+        whom = {"model": "whoever gets the model", "site": "another site", "hub": "the hub"}
+        told = [f"{v:.4g} against {whom.get(name, name)}" for name, v in self.epsilon.items()]
+        known = f"ε = {', '.join(told)} at δ = {self.delta:g} (by RDP)"
+        budget = "" if self.stop_at is None else f"; it stops at ε = {self.stop_at:g}"
+        return f"{self.steps:,} released steps: {known if told else self.unknown}{budget}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class End:
     """End of a session: it was detached, or its program ended. A killed process sends none.
 
@@ -394,5 +433,6 @@ Event = (
     | Trial
     | Change
     | Exchange
+    | Privacy
     | End
 )

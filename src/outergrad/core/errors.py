@@ -111,6 +111,20 @@ class DriftError(RuntimeError):
         self.sites, self.step, self.parameter = tuple(sites), step, parameter
 
 
+class BudgetSpentError(RuntimeError):
+    """The next step would exceed the budget of privacy; raised at all sites before the same step.
+
+    Attributes:
+        spent: ε so far.
+        stop_at: ε that was allowed.
+        steps: how many steps were released.
+    """
+
+    def __init__(self, message: str, spent: float, stop_at: float, steps: int) -> None:
+        super().__init__(message)
+        self.spent, self.stop_at, self.steps = spent, stop_at, steps
+
+
 class Failure(Enum):
     """Cause of a failed exchange, worded for users."""
 

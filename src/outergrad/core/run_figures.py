@@ -16,6 +16,7 @@ from outergrad.events import (
     Exchange,
     Layer,
     Mishap,
+    Privacy,
     Run,
     Scalars,
     Step,
@@ -61,6 +62,7 @@ GROUPS = (
     "evaluation",
     "alone",
     "gain",
+    "privacy",
 )
 """Prefixes of tags, before the slash."""
 
@@ -72,7 +74,8 @@ def figures(event: Event) -> dict[str, float]:
     together; `spectral_norm` is the largest singular value of the mean gradient. A step's tags are
     `step/<figure>`. A failed step is a 1 at `mishap/<what>`, and a trial of `og.Auto()` is
     `trial/seconds` and `trial/kept_seconds`. An evaluation's tags are `evaluation/<figure>`,
-    `alone/<figure>` and `gain/<figure>`. Scalars of the training loop keep their own names.
+    `alone/<figure>` and `gain/<figure>`; what was released is `privacy/steps` and
+    `privacy/<observer>`, ε. Scalars of the training loop keep their own names.
     Figures that were not measured, or have no meaning for the way in which a layer was sent, are
     left out.
     """
@@ -85,6 +88,9 @@ def figures(event: Event) -> dict[str, float]:
             return {f"mishap/{event.what}": 1.0}
         case Trial():
             return {"trial/seconds": event.seconds, "trial/kept_seconds": event.kept_seconds}
+        case Privacy():
+            spent = {f"privacy/{observer}": v for observer, v in event.epsilon.items()}
+            return {"privacy/steps": float(event.steps), **spent}
         case Step():
             return {f"step/{name}": v for name in STEP if (v := getattr(event, name)) is not None}
         case Layer():
@@ -120,9 +126,10 @@ def _of_layer(event: Layer) -> dict[str, float]:
 def first_again(kind: str, step: int) -> int:
     """Returns the first step, as events of this kind count, that a run resumed at `step` repeats.
 
-    Scalars and evaluations count the steps that are done, other events the steps before theirs.
+    Scalars, evaluations and what was released count the steps that are done, other events the
+    steps before theirs.
     """
-    return step + (kind in ("scalars", "evaluation"))
+    return step + (kind in ("scalars", "evaluation", "privacy"))
 
 
 RECENT = 1024
@@ -180,6 +187,7 @@ class WatchedSite:
         trial: last trial of `og.Auto()`; None before one.
         change: last change of the participating sites; None before one.
         exchange: last exchange with a quorum; None before one.
+        privacy: what was released so far; None where nothing is counted.
         scalars: series by name, in the order of their first event.
         ended: event of its end; None while it goes on.
         agreement: cosine between its own gradient and the mean one, over all layers.
@@ -200,6 +208,7 @@ class WatchedSite:
         self.trial: Trial | None = None
         self.change: Change | None = None
         self.exchange: Exchange | None = None
+        self.privacy: Privacy | None = None
         self.scalars: dict[str, Series] = defaultdict(Series)
         self.agreement = Series()
         self.ended: End | None = None
@@ -228,6 +237,8 @@ class WatchedSite:
                 self.change = event
             case Exchange():
                 self.exchange = event
+            case Privacy():
+                self.privacy = event
             case End():
                 self.ended = event
             case Step():

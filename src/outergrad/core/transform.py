@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from outergrad.core.transport import Comm
 from outergrad.core.types import Factors, Slot
 
 
@@ -157,3 +158,57 @@ class Telling(Protocol):
     def hear(self, total: Tensor) -> None:
         """Takes their sum over the sites, equal on all of them."""
         ...
+
+
+class Counter(Protocol):
+    """Counter of what the steps of one session release, kept by a transform.
+
+    What it says of a step follows from what all sites have counted alike.
+    """
+
+    def begin(self, comm: Comm) -> None:
+        """Checks and counts a shared step, before its first message; the sites may exchange words.
+
+        Raises:
+            BudgetSpentError: at all sites: the budget has no room for it.
+        """
+        ...
+
+    def show_parts(self) -> None:
+        """Counts what a step has shown in sums to which some sites have added nothing."""
+        ...
+
+    def restart(self) -> None:
+        """Has the sites compare their counts before the next step, as after a resume."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """Steps counted so far."""
+        ...
+
+    def spent(self, local: Collection[str]) -> Any:
+        """Returns what was released so far, for people.
+
+        Args:
+            local: parameters that each site trains for itself.
+        """
+        ...
+
+    def figures(self) -> dict[str, Any]:
+        """Returns what is told of the steps so far: fields of `events.Privacy`."""
+        ...
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """Further member of a transform that counts what is released."""
+
+    def counter(self) -> Counter | None:
+        """Returns a counter for a session; None if nothing is counted."""
+        ...
+
+
+def counter_of(transform: object) -> Counter | None:
+    """Returns the counter of a transform for one session, or None."""
+    return transform.counter() if isinstance(transform, Counting) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence, Set
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,10 @@ class Capability(Enum):
     """Sums of dense gradients, so that every method may need them, and of sketches."""
     ALL_TO_ALL = "all_to_all"
     """A different message for every site: for `reduce="two_way"`, and among the ranks of a mesh."""
+
+
+Sums = Literal["masked", "trusted", "open"]
+"""Who sees a site's own part of a sum: nobody, a hub that adds up, or other sites."""
 
 
 class Work(Protocol):
@@ -201,6 +205,8 @@ class Comm(Protocol):
     """True if `all_gather_in_pieces` works here."""
     way: str = ""
     """How messages travel and who can read them on their way, in words; "" if that is not told."""
+    sums: Sums = "open"
+    """Who sees this site's part of an `all_reduce`: a ledger of privacy goes by it."""
     epoch: int = 0
     """Number of times that the set of sites has changed."""
     coming: Sequence[int] = ()

@@ -1,9 +1,11 @@
 """Differential privacy: clipped samples, noise shared out among sites, and a ledger of releases."""
 
+from outergrad.core.errors import BudgetSpentError
 from outergrad.private.calibration import noise_for
-from outergrad.private.ledger import BudgetSpentError, Ledger, Release, Run
+from outergrad.private.ledger import Ledger, Release, Run
 from outergrad.private.samplers import CollateEmpty, FixedSampler, PoissonSampler, sampling_of
 from outergrad.private.sampling import Fixed, Poisson
+from outergrad.private.spent import PrivacySpent
 
 __all__ = [
     "BudgetSpentError",
@@ -13,6 +15,7 @@ __all__ = [
     "Ledger",
     "Poisson",
     "PoissonSampler",
+    "PrivacySpent",
     "Release",
     "Run",
     "noise_for",

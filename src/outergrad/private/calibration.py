@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import log
 
+from outergrad.core.transport import Sums
 from outergrad.private import accounting
 from outergrad.private.accounting import LARGEST, Accountant, Adjacency
-from outergrad.private.observers import Observer, Sums, noise_seen
+from outergrad.private.observers import Observer, noise_seen
 from outergrad.private.sampling import Poisson, Sampling
 
 ERROR = 1e-3

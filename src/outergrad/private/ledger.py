@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from outergrad._whole_files import write_whole
+from outergrad.core.errors import BudgetSpentError
 from outergrad.core.packages import missing
+from outergrad.core.transport import Sums
 from outergrad.private.accounting import (
     ADJACENCIES,
     LARGEST,
@@ -21,24 +23,10 @@ from outergrad.private.accounting import (
     check_terms,
     epsilon,
 )
-from outergrad.private.observers import OBSERVERS, SUMS, Observer, Sums, noise_seen
+from outergrad.private.observers import OBSERVERS, SUMS, Observer, noise_seen
 from outergrad.private.sampling import Fixed, Poisson, Sampling
 
 _KINDS: dict[str, type[Sampling]] = {"poisson": Poisson, "fixed": Fixed}
-
-
-class BudgetSpentError(RuntimeError):
-    """The next step would exceed the budget of privacy; raised at all sites before the same step.
-
-    Attributes:
-        spent: ε so far.
-        stop_at: ε that was allowed.
-        steps: how many steps were released.
-    """
-
-    def __init__(self, message: str, spent: float, stop_at: float, steps: int) -> None:
-        super().__init__(message)
-        self.spent, self.stop_at, self.steps = spent, stop_at, steps
 
 
 @dataclass(frozen=True)
@@ -65,6 +53,7 @@ class Release:
     def __post_init__(self) -> None:
         if not 0 <= self.noise < float("inf"):
             raise ValueError(f"noise must be 0 or more, and finite, not {self.noise!r}")
+        object.__setattr__(self, "noise", float(self.noise))  # equal releases have equal states
         if not isinstance(self.sampling, Poisson | Fixed):
             raise ValueError(f"sampling must be Poisson(...) or Fixed(...), not {self.sampling!r}")
         if self.sites < 1:
@@ -89,6 +78,10 @@ class Run(NamedTuple):
     steps: int
 
 
+UNLIMITED = 1 << 40
+"""Room for steps where there is no budget."""
+
+
 class _Room(NamedTuple):
     """Room in the budget for steps of the run that is going on.
 
@@ -103,13 +96,24 @@ class _Room(NamedTuple):
     exceeds: int = 0
 
 
+_DEFAULTS = {
+    "stop_at": None,
+    "against": "model",
+    "accountant": "pld",
+    "adjacency": "add_or_remove",
+    "colluding": 1,
+}
+
+
 class Ledger:
     """Counts what a training releases, and tells ε at δ against those who may look at it.
 
-    Choose one for every training whose privacy is to be stated. A step counts once its messages
-    may have been sent, also if it is discarded then. A ledger never forgets: a state with fewer
-    releases than it has counted changes nothing. Its statements hold for all steps that it was
-    told of, and of these for their gradients alone ([what is not covered](../ledger.md)).
+    Choose one for every training whose privacy is to be stated. `og.Private(..., ledger=ledger,
+    sampling=...)` has a session count its steps in it; for other trainings call `check` and
+    `record` before each step. A step counts once its messages may have been sent, also if it is
+    discarded then. A ledger never forgets: a state with fewer releases than it has counted changes
+    nothing. Its statements hold for all steps that it was told of, and of these for their gradients
+    alone ([what is not covered](../ledger.md)). Copies of objects that hold a ledger hold the same.
 
     dp-accounting computes ε, as upper bounds: `pip install 'dp-accounting>=0.6'`. Nothing else of
     the ledger needs it.
@@ -156,13 +160,23 @@ class Ledger:
         self.adjacency: Adjacency = adjacency
         self._runs: list[Run] = []
         self._room: _Room | None = None
+        self._allowed: _Room | None = None
+        self._site: str | None = None
         self._file = None if file is None else Path(file)
         if self._file is not None and self._file.exists():
             self._read(self._file)
 
     def __repr__(self) -> str:
-        told = f"delta={self.delta:g}, stop_at={self.stop_at}, against={self.against!r}"
-        return f"Ledger({told}, accountant={self.accountant!r}, adjacency={self.adjacency!r})"
+        """Shows the settings that have to be given, and those that differ from the defaults."""
+        shown = {name: getattr(self, name) for name in _DEFAULTS}
+        told = [f"{name}={v!r}" for name, v in shown.items() if v != _DEFAULTS[name]]
+        return f"Ledger({', '.join([f'delta={self.delta!r}', *told])})"
+
+    def __copy__(self) -> Ledger:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Ledger:
+        return self  # what a copy counts would be missing here
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -192,6 +206,8 @@ class Ledger:
             write_whole(self._file, json.dumps(_state(runs)) + "\n")
         if len(runs) > len(self._runs):
             self._room = None  # it was about the run before
+            if self._allowed is not None and self._allowed.release != release:
+                self._allowed = None
         self._runs = runs
 
     def check(self, release: Release) -> None:
@@ -205,15 +221,49 @@ class Ledger:
             ImportError: dp-accounting is not installed.
             ValueError: ε is not to be had for such a step.
         """
+        if not self.room(release):
+            raise self.spent_error(release)
+
+    def room(self, release: Release) -> int:
+        """Returns how many more steps like this one are known to be within the budget.
+
+        0 only if not one of them is; else some of those that fit, as far as it has looked ahead.
+
+        Raises:
+            ImportError: dp-accounting is not installed.
+            ValueError: ε is not to be had for such a step.
+        """
         if self.stop_at is None:
-            return
+            return UNLIMITED
         done = self._latest(release)
         if self._room is None or self._room.release != release or self._room.fits < done:
             self._room = _Room(release, done)
         if done == self._room.fits:
             self._room = self._look_ahead(self._room)
-        if done == self._room.fits:
-            raise self._spent_error(release)
+        return self._room.fits - done
+
+    def count_for(self, site: str) -> None:
+        """Notes the site whose steps a session counts in it.
+
+        Raises:
+            ValueError: it counts for another one, as where sites are threads of one process.
+        """
+        if self._site not in (None, site):
+            raise ValueError(
+                f"one Ledger for {self._site} and {site} would count each step twice: give every "
+                f"site a Ledger of its own, with a file of its own, and an og.Private of its own"
+            )
+        self._site = site
+
+    def allow(self, release: Release, steps: int) -> None:
+        """Notes that the sites have agreed on so many more steps like this one, in this run."""
+        self._allowed = _Room(release, self._latest(release) + steps)
+
+    def allowed(self, release: Release) -> int:
+        """Returns how many of the steps that the sites have agreed on are left."""
+        if self._allowed is None or self._allowed.release != release:
+            return 0
+        return self._allowed.fits - self._latest(release)
 
     def _look_ahead(self, room: _Room) -> _Room:
         """Finds room for as many steps again, or else the last one that fits."""
@@ -242,7 +292,8 @@ class Ledger:
         before = self._runs[:-1] if latest else self._runs
         return [*before, Run(release, latest + steps)]
 
-    def _spent_error(self, release: Release) -> BudgetSpentError:
+    def spent_error(self, release: Release) -> BudgetSpentError:
+        """Returns the error for a step like this, which the budget has no room for."""
         assert self.stop_at is not None
         spent = self.epsilon(self.against)
         next_one = self._epsilon(self._with(release, 1), self.against)
@@ -289,21 +340,37 @@ class Ledger:
         accountant: Accountant | None = None,
     ) -> float:
         spent: Counter[tuple[float, Sampling]] = Counter()
+        of_several = any(release.sites > self.colluding for release, _ in runs)
         for release, steps in runs:
-            noise = noise_seen(
-                release.noise,
-                observer,
-                sites=release.sites,
-                sums=release.sums,
-                colluding=self.colluding,
-            )
-            spent[noise, release.sampling] += steps
+            spent[self._noise(release, observer, of_several), release.sampling] += steps
         return epsilon(
             spent,
             self.delta if delta is None else delta,
             accountant=accountant or self.accountant,
             adjacency=self.adjacency,
         )
+
+    def _noise(self, release: Release, observer: Observer, of_several: bool) -> float:
+        """Returns what the observer does not know of a release's noise.
+
+        In a training of several sites some may be lost. Then those that are left collude, and if
+        one goes on alone, others see no more of its steps than the model.
+        """
+        alone = observer == "site" and of_several and release.sites == 1
+        colluding = min(self.colluding, release.sites - 1) if of_several else self.colluding
+        return noise_seen(
+            release.noise,
+            "model" if alone else observer,
+            sites=release.sites,
+            sums=release.sums,
+            colluding=colluding,
+        )
+
+    @property
+    def observers(self) -> tuple[Observer, ...]:
+        """Observers against whom ε can be told: of one site alone there is no other."""
+        several = any(run.release.sites > self.colluding for run in self._runs)
+        return ("model", "site", "hub") if several else ("model",)
 
     def __str__(self) -> str:
         neighbours = ADJACENCIES[self.adjacency]
@@ -316,10 +383,8 @@ class Ledger:
         return "\n".join(lines)
 
     def _rows(self) -> list[str]:
-        several = all(run.release.sites > self.colluding for run in self._runs)
-        whom: list[Observer] = ["model", "site", "hub"] if several else ["model"]
         rows = []
-        for observer in whom:
+        for observer in self.observers:
             cells = [self._cell(observer, "pld"), self._cell(observer, "rdp")]
             rows.append(f"{OBSERVERS[observer]:<28}{cells[0]:>10}{cells[1]:>10}")
         return rows
@@ -345,15 +410,20 @@ class Ledger:
         Raises:
             ValueError: it is no state of a ledger, or has other releases than this one.
         """
-        runs = _runs(state_dict)
-        if _goes_on(self._runs, runs):
+        runs = runs_of(state_dict)
+        if goes_on(self._runs, runs):
             return
-        if not _goes_on(runs, self._runs):
+        if not goes_on(runs, self._runs):
             raise ValueError(
-                f"the state has other releases ({_sum(runs)}) than this ledger ({_sum(self._runs)})"
-                f": load it into a new Ledger, before its first step"
+                f"the state has other releases ({told_sum(runs)}) than this ledger "
+                f"({told_sum(self._runs)}): load it into a new Ledger, before its first step"
             )
-        self._runs, self._room = runs, None
+        self.take_over(runs)
+
+    def take_over(self, runs: Sequence[Run]) -> None:
+        """Goes on from these releases, which must begin with all that it has counted."""
+        assert goes_on(runs, self._runs)
+        self._runs, self._room, self._allowed = list(runs), None, None
 
     def _read(self, file: Path) -> None:
         try:
@@ -372,8 +442,8 @@ def _run_state(run: Run) -> dict[str, Any]:
     return {**release, "sampling": {"kind": kind, **release["sampling"]}, "steps": run.steps}
 
 
-def _runs(state: Mapping[str, Any]) -> list[Run]:
-    """Reads a state.
+def runs_of(state: Mapping[str, Any]) -> list[Run]:
+    """Returns the releases of a state.
 
     Raises:
         ValueError: it is none.
@@ -390,8 +460,8 @@ def _run(state: dict[str, Any]) -> Run:
     return Run(Release(sampling=_KINDS[sampling.pop("kind")](**sampling), **state), steps)
 
 
-def _goes_on(longer: Sequence[Run], shorter: Sequence[Run]) -> bool:
-    """True if one begins with all releases of the other."""
+def goes_on(longer: Sequence[Run], shorter: Sequence[Run]) -> bool:
+    """Returns whether one begins with all releases of the other."""
     if not shorter:
         return True
     before, last = shorter[:-1], shorter[-1]
@@ -401,7 +471,8 @@ def _goes_on(longer: Sequence[Run], shorter: Sequence[Run]) -> bool:
     return there.release == last.release and there.steps >= last.steps
 
 
-def _sum(runs: Sequence[Run]) -> str:
+def told_sum(runs: Sequence[Run]) -> str:
+    """Returns how many releases there are, in words."""
     return f"{sum(run.steps for run in runs):,} steps in {len(runs):,} runs"
 
 

@@ -22,10 +22,10 @@ from __future__ import annotations
 from math import sqrt
 from typing import Literal
 
+from outergrad.core.transport import Sums
+
 Observer = Literal["model", "site", "hub"]
 """Who might learn of a row."""
-Sums = Literal["masked", "trusted", "open"]
-"""Who sees what a site sends, before it is added up."""
 
 OBSERVERS: dict[Observer, str] = {
     "model": "whoever gets the model",

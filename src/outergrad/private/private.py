@@ -9,14 +9,19 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from outergrad.core.transform import SiteGradient
 from outergrad.linalg.outer import widened
 from outergrad.linalg.sample_sums import SampleSums
 from outergrad.linalg.site_gradient import sample_norms, scaled_samples
 from outergrad.private.clipping import clipped, normalized
+from outergrad.private.counting import StepCounter
+from outergrad.private.ledger import Ledger
 from outergrad.private.noise import Noise, add, source
 from outergrad.private.quantile import Threshold
+from outergrad.private.samplers import sampling_of
+from outergrad.private.sampling import Fixed, Poisson, Sampling
 
 Clipping = Literal["flat", "per_layer", "automatic", "adaptive"]
 
@@ -44,6 +49,10 @@ class Private:
     It is called once per step, also where a step starts again. Its noise is never drawn twice: a
     copy of it, and a training that goes on from a checkpoint, have other noise.
 
+    With a `ledger` the session counts each shared step, before its first message, and
+    `session.privacy()` tells ε so far. Where the ledger has a budget, all sites stop before the
+    same step, by `og.private.BudgetSpentError` from `backward()`.
+
     Source: Abadi et al., "Deep Learning with Differential Privacy", arXiv 1607.00133.
 
     Attributes:
@@ -67,6 +76,12 @@ class Private:
         generator: draws the noise, for an experiment that repeats; of each site its own. Whoever
             knows its seed can subtract the noise. None, the default: one that the operating system
             seeds.
+        ledger: counts what is released (docs/ledger.md); at each site an object of its own, with
+            equal settings. None: nothing is counted.
+        sampling: how batches are drawn, which the ledger has to know: `og.private.Poisson(rate)`,
+            `og.private.Fixed(size, rows)`, equal on all sites, or this site's DataLoader, of which
+            `og.private.sampling_of` tells it. If all sites give their loaders, `batch` is compared
+            with what these draw together.
     """
 
     clip: float
@@ -79,6 +94,9 @@ class Private:
     count_noise: float | None = None
     secure: bool = False
     generator: torch.Generator | None = field(default=None, repr=False, compare=False)
+    ledger: Ledger | None = field(default=None, compare=False)
+    sampling: Sampling | DataLoader[Any] | None = None
+    _expected: float | None = field(init=False, repr=False, compare=False)
     _source: Noise = field(init=False, repr=False, compare=False)
     _threshold: Threshold = field(init=False, repr=False, compare=False)
 
@@ -101,10 +119,27 @@ class Private:
         enough = not least or self._deviation_of_count > least
         self._require(self.count_noise is None or _positive(self.count_noise), "count_noise", told)
         self._require(enough, "count_noise", told)
+        self._settle_sampling()
         noise = source(self.generator, secure=self.secure)
         threshold = Threshold(self.clip, self.quantile, self.rate, self.batch)
         object.__setattr__(self, "_source", noise)
         object.__setattr__(self, "_threshold", threshold)
+
+    def _settle_sampling(self) -> None:
+        """Reads a loader, and checks that ledger and sampling come together."""
+        told = "a ledger together with sampling=, og.private.Poisson(rate) or the DataLoader"
+        self._require((self.ledger is None) == (self.sampling is None), "ledger", told)
+        kind, sampling = "a Ledger, or None", self.sampling
+        self._require(self.ledger is None or isinstance(self.ledger, Ledger), "ledger", kind)
+        expected = sampling.size if isinstance(sampling, Fixed) else None
+        if isinstance(sampling, DataLoader):
+            found, rows = sampling_of(sampling), len(sampling.dataset)  # type: ignore[arg-type]
+            expected = found.size if isinstance(found, Fixed) else found.rate * rows
+            object.__setattr__(self, "sampling", found)
+        told = "og.private.Poisson(rate), og.private.Fixed(size, rows) or a DataLoader"
+        known = self.sampling is None or isinstance(self.sampling, Poisson | Fixed)
+        self._require(known, "sampling", told)
+        object.__setattr__(self, "_expected", expected)
 
     def _require(self, holds: bool, name: str, wanted: str) -> None:
         if not holds:
@@ -136,6 +171,14 @@ class Private:
     def adds_up(self) -> bool:
         """True: noise and divisor are those of the sum over the sites."""
         return True
+
+    def counter(self) -> StepCounter | None:
+        """Returns what counts the steps of a session; None without a ledger."""
+        if self.ledger is None:
+            return None
+        assert isinstance(self.sampling, Poisson | Fixed)
+        about = (self.noise, self.sampling, self.batch, self._expected)
+        return StepCounter(self.ledger, *about)
 
     # -- one step ---------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ class Poisson:
     def __post_init__(self) -> None:
         if not 0 < self.rate <= 1:
             raise ValueError(f"rate must be above 0 and at most 1, not {self.rate!r}")
+        object.__setattr__(self, "rate", float(self.rate))  # equal rules have equal states
 
     def __str__(self) -> str:
         return f"Poisson batches at rate {self.rate:.6g}"

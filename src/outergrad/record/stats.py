@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from outergrad.core.transport import Comm
@@ -127,6 +127,8 @@ class Stats:
         exchanges: number of exchanges so far with `og.LocalSteps(quorum=...)`, also of those that
             this site was late for, since the session began or a state was loaded; else 0.
         took_part: sites that took part in the last of these, by name, or as "site 0".
+        private_steps: steps that the ledger of `og.Private` has counted, discarded ones included;
+            0 without a ledger.
     """
 
     step: int = 0
@@ -139,6 +141,11 @@ class Stats:
     layers: Mapping[str, LayerStats] = field(default_factory=dict)
     exchanges: int = 0
     took_part: tuple[str, ...] = ()
+    private_steps: int = 0
+
+    def counted(self, steps: int) -> Stats:
+        """Returns the same, with so many steps in the ledger of privacy."""
+        return replace(self, private_steps=steps)
 
 
 class Since:

@@ -19,7 +19,7 @@ from outergrad.core.packages import require
 from outergrad.report.recording import Recording, UnreadableRunError, load_thinned
 from outergrad.report.series import POINTS, series
 from outergrad.report.sites import site_names, site_section
-from outergrad.report.summary import Summary, columns_of, outliers, summary, trials
+from outergrad.report.summary import Summary, columns_of, outliers, released, summary, trials
 
 
 def whole_page(
@@ -167,6 +167,7 @@ def _page(
     summaries = {name: summary(recording) for name, recording in recordings.items()}
     tried, odd = "What og.Auto() tried", "Samples that stood out most"
     notes = _listed(tried, recordings, trials) + _listed(odd, recordings, outliers)
+    notes = _listed("What was released, by the ledger of privacy", recordings, released) + notes
     notes += _problems(problems)
     return whole_page(
         command="outergrad report",

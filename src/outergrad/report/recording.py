@@ -19,6 +19,7 @@ from outergrad.events import (
     Exchange,
     Layer,
     Mishap,
+    Privacy,
     Run,
     Step,
     Trial,
@@ -155,6 +156,7 @@ class Recording:
         mishaps: failed steps, one row per site that reported it.
         trials: trials of `og.Auto()`, one row per site that reported it.
         changes: changes of the participating sites, one row per site that reported it.
+        privacy: what was released so far, one row per site and time that it was told.
         exchanges: exchanges of `og.LocalSteps(quorum=...)`, one row per site that reported it.
         problems: lines of text about what could not be read or looks wrong.
         ended: True if the last event of every recorded site is its end.
@@ -170,6 +172,7 @@ class Recording:
     trials: DataFrame
     changes: DataFrame
     exchanges: DataFrame
+    privacy: DataFrame
     problems: tuple[str, ...]
     ended: bool
 
@@ -267,7 +270,8 @@ def _tables(by_site: dict[int, tuple[str, list[Entry]]]) -> dict[str, DataFrame]
     layers["discarded_energy"] = layers["relative_error"] ** 2
     files = {site: name for site, (name, _) in by_site.items()}
     tables["runs"]["file"] = tables["runs"]["site"].map(files)
-    return {**tables, "layers": layers, "scalars": _scalars(events)}
+    privacy = _table(Privacy, events)
+    return {**tables, "layers": layers, "scalars": _scalars(events), "privacy": privacy}
 
 
 def _table(kind: type[Event], events: Iterable[Entry]) -> DataFrame:

@@ -19,6 +19,7 @@ from outergrad._whole_files import write_whole
 from outergrad.report.page import asset, whole_page
 from outergrad.report.recording import Recording, files_of, lates, load_together, require
 from outergrad.report.sites import site_names
+from outergrad.report.summary import released
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -71,7 +72,7 @@ def statement_of(records: Sequence[Path], now: datetime | None = None) -> list[S
         "What each other site could learn": _learnt(found, names),
         "What travelled": _travelled(found, names),
         "On the way": _way(found),
-        "Ledger of privacy": [("Kept", "none was kept")],
+        "Ledger of privacy": _released(found),
         "Software": _software(found, names),
         "Records": [*_records(paths), ("Doubts", "; ".join(found.problems) or "none")],
         "This statement": [("Made on", _time((now or datetime.now()).timestamp()))],
@@ -223,6 +224,14 @@ def _shown(names: Sequence[str]) -> str:
 
 def _way(recording: Recording) -> Iterator[Fact]:
     yield "Transport and encryption", _all(recording.runs, "transport")
+
+
+def _released(recording: Recording) -> Iterator[Fact]:
+    """Yields what the ledger has counted; sites that count alike are told once."""
+    told = released(recording)
+    yield "Kept", told[0] if told else "none was kept"
+    if told:
+        yield "Not covered", "searches, choices made on the data, and what docs/ledger.md lists"
 
 
 def _software(recording: Recording, names: Mapping[int, str]) -> Iterator[Fact]:

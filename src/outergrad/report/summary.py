@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from math import isnan
+from typing import TYPE_CHECKING, Any
 
 from outergrad._amounts import fold, seconds
 from outergrad._noise import noise_batches
+from outergrad.events import Privacy
 from outergrad.report.recording import Recording
 
 if TYPE_CHECKING:
@@ -120,6 +122,19 @@ def trials(recording: Recording) -> list[str]:
         f"{seconds(trial.seconds)} against {seconds(trial.kept_seconds)}"
         for trial in told[told["site"] == told["site"].min()].itertuples()
     ]
+
+
+def released(recording: Recording) -> list[str]:
+    """Returns what a run has released by its ledger of privacy, as reported last by one site."""
+    rows = recording.privacy
+    first = rows[rows["site"] == rows["site"].min()]
+    return [_line_of(row) for row in first.tail(1).itertuples()]
+
+
+def _line_of(row: Any) -> str:
+    told: dict[str, Any] = {f.name: getattr(row, f.name, row.site) for f in fields(Privacy)}
+    told["stop_at"] = None if isnan(row.stop_at) else row.stop_at
+    return str(Privacy(**told))
 
 
 def columns_of(summaries: Iterable[Summary]) -> list[str]:

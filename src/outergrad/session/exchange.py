@@ -14,7 +14,7 @@ from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.commit.deferred_votes import DeferredVotes
 from outergrad.core.blocks import Block
 from outergrad.core.reasons import Reason
-from outergrad.core.transform import accumulating
+from outergrad.core.transform import accumulating, counter_of
 from outergrad.core.transport import Comm
 from outergrad.core.types import Unit
 from outergrad.messages.header import Header, Join
@@ -70,6 +70,7 @@ class Exchange:
         weighting: how much this site's gradient counts.
         buffers: how buffers are shared.
         transform: changes this site's gradient before it is sent; None without one.
+        counter: counts what shared steps release; None if nothing does.
         batch: tells samples apart, for a transform that needs this; None without one.
         joint: parts of the model whose outputs' deltas are averaged; None without such.
         attendance: this site's part in a joined loop.
@@ -98,6 +99,7 @@ class Exchange:
         self.local_buffers = inspection.local_buffers
         self.weighting, self.buffers = settings.weighting, settings.buffers
         self.transform = transform = settings.transform
+        self.counter = counter_of(transform)
         self.several = ranks.several or transform is not None
         whole = Planner(model, compressors, at.comm.cost)
         self.next_forward = NextForward(model.units, whole.first_tap_next())
@@ -242,10 +244,17 @@ class Exchange:
     def new_step(self, header: Header, **about: Any) -> SyncedStep:
         """Begins a step with the other sites, of the whole model by default.
 
+        It is counted before anything of it is sent, whatever becomes of it.
+
         Args:
             header: what this site announces.
             **about: attributes of the `StepSpec` that are not the session's own.
+
+        Raises:
+            BudgetSpentError: on all sites: the budget of privacy has no room for the step.
         """
+        if self.counter is not None:
+            self.counter.begin(self._at.comm)
         own: dict[str, Any] = {
             "model": self.model,
             "planner": self.planner,
@@ -255,6 +264,7 @@ class Exchange:
             "skips_bad": self._mishaps.skips_bad,
             "participant": self._at.participant,
             "votes": self.votes,
+            "counter": self.counter,
         }
         spec = StepSpec(comm=self._at.comm, header=header, **(own | about))
         return self._ranks.step(spec, self.unshared)
@@ -341,4 +351,6 @@ class Exchange:
         self.planner.begin_anew(comm.cost)
         self.header_builder.move(comm)
         self.plan = None
+        if self.counter is not None:
+            self.counter.restart()
         self.votes.restart()

@@ -27,7 +27,7 @@ from outergrad.capture.parameters import WatchedParameter, accumulating
 from outergrad.capture.past_autograd import PastAutograd
 from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.core.blocks import Block
-from outergrad.core.errors import ExchangeError, StepDiscardedError
+from outergrad.core.errors import BudgetSpentError, ExchangeError, StepDiscardedError
 from outergrad.core.types import Factors, Slot
 from outergrad.messages.header import Join
 from outergrad.replay.block_use import Use
@@ -457,6 +457,8 @@ class BackwardLoop:
                 step = exchange.new_step(header, **about)
                 self._running.begin(step)
                 step.abandon()
+            except BudgetSpentError:  # the others have not begun it; this loop's next step raises
+                pass
             except ExchangeError as error:
                 self._failure.abort(error)
             finally:

@@ -18,6 +18,7 @@ from outergrad.comm.cost import RingCost
 from outergrad.core import choosing
 from outergrad.core.model import Compressors, Model
 from outergrad.core.protocols import Recorder
+from outergrad.core.transform import Counter
 from outergrad.core.transport import Comm
 from outergrad.core.types import Slot
 from outergrad.events import (
@@ -29,6 +30,7 @@ from outergrad.events import (
     Exchange,
     Layer,
     Mishap,
+    Privacy,
     Run,
     Scalars,
     Step,
@@ -41,6 +43,9 @@ from outergrad.record.recorders import Client, Ending, warn
 from outergrad.record.stats import Stats
 from outergrad.session.layer_events import LayerEvents, without_samples
 from outergrad.session.settings import Settings
+
+_GROWTH = 1.25
+"""By how much the released steps have grown when ε is computed for recorders again."""
 
 
 class Reporter:
@@ -79,10 +84,16 @@ class Reporter:
         self._noise = RecentNoise()
         self._name, self._took_part = "", ()
         self._ending = Ending(self)
+        self._counter: Counter | None = None
+        self._next_told = 0
         matrices: defaultdict[str, list[Slot]] = defaultdict(list)
         for matrix in (matrix for unit in model.units for matrix in unit.matrices):
             matrices[matrix.weight].append(matrix)
         self._gauge = Gauge(dict(matrices), {slot.weight for slot in model.slots if slot.lookup})
+
+    def count_by(self, counter: Counter | None) -> None:
+        """Reports also what the steps have released, as this has counted it."""
+        self._counter = counter
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -122,6 +133,8 @@ class Reporter:
                 self._tell_all(list(self._layers.shared(context, stats)), step, stats)
                 self._disclose(step)
                 self._told_s = time.perf_counter() - began
+                if self._counter is not None and self._counter.steps >= self._next_told:
+                    self._tell_privacy(stats.step)
 
     def report_alone(self, stats: Stats) -> None:
         """Reports a step of a single site."""
@@ -143,6 +156,13 @@ class Reporter:
             self._learn = learn
             about = {"rank": self._rank, "step": step, "time": time.time()}
             self._tell_everybody(Disclosure(**about, learn=learn))
+
+    def _tell_privacy(self, step: int) -> None:
+        """Reports what was released, and waits for a quarter more: ε takes a while to compute."""
+        assert self._counter is not None
+        figures = self._counter.figures()
+        self._next_told = int(figures["steps"] * _GROWTH) + 1
+        self._tell_everybody(Privacy(rank=self._rank, step=step, time=time.time(), **figures))
 
     @contextmanager
     def _careful(self) -> Iterator[None]:
@@ -202,7 +222,7 @@ class Reporter:
 
     def resumed(self) -> None:
         """Forgets the steps reported so far: a saved state was loaded, and others follow."""
-        self._noise, self._learn = RecentNoise(), {}
+        self._noise, self._learn, self._next_told = RecentNoise(), {}, 0
         for client in self._clients:
             client.forget()
 
@@ -213,6 +233,9 @@ class Reporter:
             error: type of the exception that ends the program, if one does.
         """
         self._ending.cancel()
+        if self._counter is not None and any(client.begun for client in self._clients):
+            with self._careful():
+                self._tell_privacy(self._steps)
         end = End(rank=self._rank, step=self._steps, time=time.time(), error=error)
         for client in list(self._clients):
             if client.begun:

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -66,6 +66,9 @@ from outergrad.step.mishaps import Mishaps
 from outergrad.step.tentative import Tentative
 from outergrad.step.transport_state import end_unfinished, lost_sites_told
 
+if TYPE_CHECKING:
+    from outergrad.private.spent import PrivacySpent
+
 _LOG = logging.getLogger("outergrad")
 
 
@@ -109,6 +112,7 @@ class Session:
         )
         told = (settings, ranks, reporter, mishaps, self._on_joint)
         self._exchange = exchange = Exchange(inspection, at, *told)
+        reporter.count_by(exchange.counter)
         self._tentative = Tentative(model.params, compressors, lambda: at.me)
         self._loaded = LoadedWeights(exchange, at, settings.method)
         parts = (ranks, reporter, mishaps, self._tentative, self._loaded)
@@ -378,7 +382,29 @@ class Session:
 
     def stats(self) -> Stats:
         """Returns bytes and seconds of the last synchronised step, per layer and in total."""
-        return self._at.stats
+        counter = self._exchange.counter
+        return self._at.stats if counter is None else self._at.stats.counted(counter.steps)
+
+    def privacy(self) -> PrivacySpent:
+        """Returns what this session has released so far; `print(session.privacy())` shows a table.
+
+        Nothing is sent. By privacy loss distributions it takes a second per observer; call it at
+        the end, or now and then.
+
+        Returns:
+            ε by observer, δ, the number of released steps, and what is not covered.
+
+        Raises:
+            RuntimeError: nothing is counted, as the session has no `og.Private` with a ledger.
+            ValueError: the ledger's accountant has no bound for such steps.
+        """
+        exchange = self._exchange
+        if exchange.counter is None:
+            raise RuntimeError(
+                f"session.privacy(): nothing is counted with transform={exchange.transform!r}: "
+                f"pass og.Private(..., ledger=og.private.Ledger(delta), sampling=loader)"
+            )
+        return exchange.counter.spent(tuple(exchange.local))
 
     def log(self, **values: float) -> None:
         """Sends values of the training loop to the recorders, as `log(loss=loss.item())`.
@@ -498,6 +524,8 @@ class Session:
         exchange.weighting.load(own.get("samples", {}))
         exchange.next_forward.resume(progress.tap_next)
         at.resume(progress.step)
+        if exchange.counter is not None:
+            exchange.counter.restart()
         if self._choosing is not None:
             self._choosing.restart()
         self._reporter.resumed()

@@ -59,6 +59,7 @@ class StarComm(Comm):
         self.patience_s, self.way = patience_s, way
         self.sent_bytes = self.received_bytes = 0
         self._masked, self._units = None, Units()
+        self.sums = "trusted" if seal is None else "masked"
         if seal is not None:
             self._masked = MaskedSums(line, seal.masks(), patience_s, self._book_sum)
         if self.world_size > 1 or min_sites is not None:  # else nobody could come back

@@ -10,7 +10,7 @@ from outergrad.capture.engine import NO_TASK
 from outergrad.commit.deferred_votes import DeferredVotes
 from outergrad.commit.participant import CommitParticipant
 from outergrad.core.model import Model
-from outergrad.core.transform import GradientTransform
+from outergrad.core.transform import Counter, GradientTransform
 from outergrad.core.transport import Comm
 from outergrad.messages.header import Header
 from outergrad.planning.plan import Planner
@@ -41,6 +41,7 @@ class StepSpec:
         buffers: buffers that are synchronised.
         skips_bad: whether the step is skipped if a gradient is not finite.
         transform: changes this site's gradient before it is sent.
+        counter: counts what the step releases; it has counted its beginning.
         leftover: name of a parameter with a gradient that is none of this step's.
         participant: commit participant of this site; None if there is no board.
         votes: deferred votes of the session, on the steps before.
@@ -60,6 +61,7 @@ class StepSpec:
     buffers: SharedBuffers = field(default_factory=SharedBuffers)
     skips_bad: bool = False
     transform: GradientTransform | None = None
+    counter: Counter | None = None
     leftover: str = ""
     participant: CommitParticipant | None = None
     votes: DeferredVotes = field(default_factory=DeferredVotes)

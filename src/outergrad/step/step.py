@@ -92,7 +92,7 @@ class SharedStep:
         self._model, self._planner, self.plan = model, planner, spec.plan
         self.captured = spec.captured()
         transforming = None if spec.transform is None else spec.transforming(self.captured)
-        self._transforming = transforming
+        self._transforming, self._counter = transforming, spec.counter
         self._holds_back = transforming is not None and transforming.holds_back
         self._waiting = set(spec.used)
         """Parameters that the backward has still to reach."""
@@ -368,6 +368,7 @@ class SharedStep:
             raise self._lost_by
         decision = self._pass()
         if decision.verdict == Verdict.SURPRISED:
+            self._show_parts()
             self._start_again()  # known from the first message on: nothing was written
             decision = self._pass()
         self.settle(decision)
@@ -407,6 +408,7 @@ class SharedStep:
         if self._transforming is not None:
             self._transforming.drop_unused(self.context.used)
         if not decision.good:
+            self._show_parts()
             if self._joint is not None:
                 self._joint.clear()
             param_grad.drop(self._model.params[name] for name in self.context.used)
@@ -438,9 +440,15 @@ class SharedStep:
         if self._joint is not None:
             self._joint.give_up()
         self.decision = self._pass()
+        self._show_parts()
         self._planner.commit(applied=False)
         self.captured.release()
         self._raise_drift(self.decision)
+
+    def _show_parts(self) -> None:
+        """Has it counted that some sites have added nothing to sums of this step."""
+        if self._counter is not None:
+            self._counter.show_parts()
 
     def _pass(self) -> Decision:
         """Goes through the step once; messages between steps belong to no turn."""

@@ -14,6 +14,7 @@ from outergrad.events import (
     Exchange,
     Layer,
     Mishap,
+    Privacy,
     Run,
     Scalars,
     Step,
@@ -70,6 +71,15 @@ EXCHANGE = Exchange(
     took_part=("hospital-a", "hospital-b"),
     late=("hospital-c",),
 )
+PRIVACY = Privacy(
+    rank=1,
+    step=11,
+    time=1.7e9,
+    steps=12,
+    delta=1e-5,
+    epsilon={"model": 0.5, "site": 0.7, "hub": 0.5},
+    stop_at=3.0,
+)
 END = End(rank=1, step=11, time=1.7e9, error="ValueError")
 
 EVENTS: dict[str, Event] = {
@@ -84,6 +94,7 @@ EVENTS: dict[str, Event] = {
     "disclosure": DISCLOSURE,
     "change": CHANGE,
     "exchange": EXCHANGE,
+    "privacy": PRIVACY,
     "mishap": MISHAP,
     "trial": TRIAL,
     "end": END,

@@ -10,9 +10,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from outergrad.core.packages import missing
+from outergrad.core.transport import Sums
 from outergrad.launch.errors import RecipeError
 from outergrad.private import Ledger, Poisson, Release, noise_for
-from outergrad.private.observers import Observer, Sums
+from outergrad.private.observers import Observer
 
 _OBSERVERS: dict[str, tuple[Observer, Sums]] = {
     "whoever gets the model": ("model", "masked"),

@@ -26,6 +26,7 @@ from outergrad.core.run_figures import (
     silence,
     speed,
 )
+from outergrad.events import Privacy
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -304,7 +305,16 @@ def head(watched: Watched, view: View) -> list[Text]:
     method = watched.run.method if watched.run else "a run of which the beginning was not written"
     path, room = str(view.path), view.width - len(state[0]) - len(method) - 6
     title = Text.assemble((path if len(path) <= room else view.path.name, "bold"), "  ", method)
-    return [sides(title, Text(*state), view.width), rule(view), _progress(watched)]
+    lines = [sides(title, Text(*state), view.width), rule(view), _progress(watched)]
+    told = [site.privacy for site in watched.sites if site.privacy is not None]
+    return [*lines, _privacy(told[0])] if told else lines
+
+
+def _privacy(told: Privacy) -> Text:
+    epsilon = ", ".join(f"{v:.3g} ({observer})" for observer, v in told.epsilon.items())
+    budget = "" if told.stop_at is None else f"stops at {told.stop_at:g}"
+    known = (f"ε {epsilon}", budget, f"δ {told.delta:g}") if epsilon else (told.unknown,)
+    return labelled("privacy", dotted(*known, f"{told.steps:,} released steps"))
 
 
 def _state(watched: Watched, now: float) -> tuple[str, str]:

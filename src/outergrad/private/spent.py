@@ -1,0 +1,66 @@
+"""Report of what a session has released so far, in figures and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from outergrad.core.packages import missing
+from outergrad.private.ledger import Ledger
+from outergrad.private.observers import Observer
+
+_NAMES_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class PrivacySpent:
+    """Report of what a session has released so far: `print(session.privacy())`.
+
+    Attributes:
+        epsilon: ε by observer ("model", "site", "hub"), by the ledger's accountant; empty where
+            dp-accounting is not installed.
+        delta: δ.
+        steps: released steps.
+        notes: what is not covered, in words.
+        table: the ledger's table.
+    """
+
+    epsilon: Mapping[Observer, float]
+    delta: float
+    steps: int
+    notes: tuple[str, ...]
+    table: str
+
+    def __str__(self) -> str:
+        return "\n".join([self.table, *self.notes])
+
+
+def spent(ledger: Ledger, noise: float, local: Collection[str]) -> PrivacySpent:
+    """Returns what a ledger tells of a session.
+
+    Args:
+        ledger: of the session.
+        noise: σ of its steps.
+        local: parameters that each site trains for itself.
+
+    Raises:
+        ValueError: ε is not to be had by the ledger's accountant.
+    """
+    known = missing("dp_accounting") is None
+    whom = ledger.observers if known else ()
+    epsilon: dict[Observer, float] = {who: ledger.epsilon(who) for who in whom}
+    notes = (_of_noise(noise), _of_local(local))
+    told = tuple(note for note in notes if note)
+    return PrivacySpent(epsilon, ledger.delta, ledger.steps, told, str(ledger))
+
+
+def _of_noise(noise: float) -> str:
+    return "" if noise else "noise=0: gradients are clipped alone, and nothing is promised"
+
+
+def _of_local(names: Collection[str]) -> str:
+    if not names:
+        return ""
+    first = ", ".join(list(names)[:_NAMES_SHOWN])
+    more = f" and {len(names) - _NAMES_SHOWN:,} more" if len(names) > _NAMES_SHOWN else ""
+    return f"not covered: {first}{more}, trained at this site alone, without noise: do not publish"
