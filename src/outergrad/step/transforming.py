@@ -251,6 +251,8 @@ def _gradient(p: Tensor) -> Tensor:
 
 
 def _stacked(parts: Sequence[SampleRows], slot: Slot) -> SampleRows:
+    if len(parts) == 1:  # as usual, and without a copy
+        return parts[0]
     d_GNO = torch.cat([part.factors.d_GRO for part in parts], dim=1)
     a = torch.cat([part.factors.a_GRI for part in parts], dim=0 if slot.lookup else 1)
     samples = [part.samples_N for part in parts if part.samples_N is not None]
