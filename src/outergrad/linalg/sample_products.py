@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from outergrad.core.transform import SampleRows, Samples
-from outergrad.core.types import RowRange, Slot
+from outergrad.core.types import Factors, RowRange, Slot, bias_slot
 from outergrad.linalg.outer import widened
+
+OfVector = tuple[Slot, SampleRows]
+"""A slot of a vector, and its rows."""
 
 
 def sample_of_rows(samples: Samples, rows: int, device: torch.device) -> Tensor:
@@ -64,10 +67,10 @@ class Addend(ABC):
 
 
 class Vector(Addend):
-    """Sums of the rows of each sample, (B, E): of a bias, or of a vector."""
+    """Sums of the rows of each sample, (B, E): of a bias, of a vector, or of a formed weight."""
 
     def __init__(self, param: str, rows: RowRange, sums_BE: Tensor) -> None:
-        super().__init__(param, rows, 1)
+        super().__init__(param, rows, sums_BE.shape[1] // (rows[1] - rows[0]))
         self._sums_BE = sums_BE
 
     def formed(self) -> Tensor:
@@ -164,6 +167,29 @@ def addends(slot: Slot, part: SampleRows, samples: int) -> list[Addend]:
     if slot.bias is None:
         return [weight]
     return [weight, Vector(slot.bias, slot.bias_rows or (0, rows), d_BGLO.sum(dim=2).flatten(1))]
+
+
+def products(part: SampleRows, samples: int) -> tuple[Tensor, Tensor]:
+    """Returns each sample's product, (B, G, O, I), and sum of deltas, (B, G, O)."""
+    assert part.samples_N is not None
+    d_GNO, where = widened(part.factors.d_GRO), places_of(part.samples_N, samples)
+    d_BGLO = where.padded(d_GNO)
+    return d_BGLO.mT @ where.padded(part.factors.a_GRI.to(d_GNO.dtype)), d_BGLO.sum(dim=2)
+
+
+def as_vectors(slot: Slot, weight_BGOI: Tensor, bias_BGO: Tensor) -> list[OfVector]:
+    """Returns gradients by sample as slots of vectors, with a row per sample."""
+    about = {"weight_rows": slot.weight_rows, "vector": True}
+    whole = Slot(slot.layer, slot.weight, slot.numel, 1, **about)
+    pairs = [(whole, weight_BGOI)]
+    if slot.bias is not None:
+        pairs.append((bias_slot(slot), bias_BGO))
+    samples_B = torch.arange(len(weight_BGOI), device=weight_BGOI.device)
+    ones_B = weight_BGOI.new_ones(1, len(samples_B), 1)
+    return [
+        (vector, SampleRows(Factors(g_B.flatten(1).unsqueeze(0), ones_B), samples_B))
+        for vector, g_B in pairs
+    ]
 
 
 def squared_norms(parts: Sequence[Addend]) -> Tensor:
