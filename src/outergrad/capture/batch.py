@@ -163,9 +163,9 @@ class SampledUse:
         rows, total = d.numel() // max(slot.groups * slot.outputs, 1), self.samples.total
         wide = slot.outputs + slot.inputs
         few = total * slot.outputs * slot.inputs <= _MOST * rows * wide
-        if slot.lookup or slot.vector or not rows or not few:
-            return
         own = getattr(self._rule, "products", None)
+        if not rows or not few or (own is None and (slot.lookup or slot.vector)):
+            return
         found = products(self.by_sample(), total) if own is None else own(*self._of, Call(a, d))
         self._vectors = as_vectors(slot, *found)
         self._factors = self._kept = _nothing

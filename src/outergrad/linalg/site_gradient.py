@@ -103,10 +103,13 @@ def _sum(parts: Iterable[Tensor]) -> Tensor:
 def together(slots: Iterable[Slot]) -> list[list[Slot]]:
     """Groups slots that add to the same part of a weight or bias, directly or by way of others."""
     groups: list[list[Slot]] = []
+    seen: set[str] = set()
     for slot in slots:
-        touching = [g for g in groups if any(add_up(slot, other) for other in g)]
-        groups = [g for g in groups if g not in touching]
+        alone = seen.isdisjoint(slot.params)
+        touching = [] if alone else [g for g in groups if any(add_up(slot, other) for other in g)]
+        groups = groups if alone else [g for g in groups if g not in touching]
         groups.append([*(s for g in touching for s in g), slot])
+        seen.update(slot.params)
     return groups
 
 
