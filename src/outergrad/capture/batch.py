@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from outergrad.capture.kept import Kept
 from outergrad.capture.weighting import samples_in
 from outergrad.core.transform import SampleRows, Samples
 from outergrad.core.types import Call, Factors, Slot
-from outergrad.linalg.sample_products import OfVector, as_vectors, products
+from outergrad.linalg.sample_products import as_vectors, bias_sums, products
 from outergrad.messages.raw import has_elements
 
 _MOST = 1.5
@@ -137,7 +137,8 @@ class SampledUse:
         self._factors, self._rule, self.samples = factors, rule, samples
         self._of = module, slot
         self._kept: Callable[[], Sequence[Tensor]] = kept
-        self._vectors: list[OfVector] | None = None
+        self._formed: Mapping[Slot, SampleRows] | None = None
+        self._rows_left = True
 
     @property
     def is_told(self) -> bool:
@@ -152,20 +153,27 @@ class SampledUse:
         """Returns the rows with the index of each row's sample."""
         return self._rule.by_sample(*self._of, Call(*self._kept()), self.samples)
 
-    def parts(self, slot: Slot) -> list[OfVector]:
-        """Returns the rows of the slot, or its formed gradients as vectors."""
-        return [(slot, self.by_sample())] if self._vectors is None else self._vectors
+    def parts(self, slot: Slot) -> Mapping[Slot, SampleRows]:
+        """Returns the rows of the slot, of which some may be formed gradients, as vectors."""
+        if self._formed is None:
+            return {slot: self.by_sample()}
+        if self._rows_left:
+            return {slot._replace(bias=None): self.by_sample(), **self._formed}
+        return self._formed
 
     @torch.no_grad()
     def form(self, slot: Slot) -> None:
-        """Forms the gradients of samples if these take little memory, and forgets the rows."""
+        """Forms gradients of samples that take little memory: of weights instead of the rows."""
         a, d = self._kept()
         rows, total = d.numel() // max(slot.groups * slot.outputs, 1), self.samples.total
-        wide = slot.outputs + slot.inputs
-        few = total * slot.outputs * slot.inputs <= _MOST * rows * wide
+        few = total * slot.outputs * slot.inputs <= _MOST * rows * (slot.outputs + slot.inputs)
         own = getattr(self._rule, "products", None)
-        if not rows or not few or (own is None and (slot.lookup or slot.vector)):
+        if not rows or (own is None and (slot.lookup or slot.vector)):
             return
-        found = products(self.by_sample(), total) if own is None else own(*self._of, Call(a, d))
-        self._vectors = as_vectors(slot, *found)
+        if not few:
+            if slot.bias is not None and not slot.patches:
+                self._formed = as_vectors(slot, None, bias_sums(self.by_sample(), total))
+            return
+        found = own(*self._of, Call(a, d)) if own else products(slot, self.by_sample(), total)
+        self._formed, self._rows_left = as_vectors(slot, *found), False
         self._factors = self._kept = _nothing

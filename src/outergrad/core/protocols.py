@@ -50,7 +50,7 @@ class Rule(Protocol):
     A rule that tells samples apart, for transforms that need them, also has `by_sample(module,
     slot, call, samples) -> SampleRows`: as `factors`, but no row is of several samples. It may have
     `products(module, slot, call)`, too, where there is a quicker way to the product of each sample,
-    (B, G, O, I), than from its rows; it returns these, and the sums of deltas, (B, G, O).
+    (B, G, O, I), than from its rows; it returns these, and with a bias sums of deltas, (B, G, O).
     """
 
     owns: tuple[str, ...]

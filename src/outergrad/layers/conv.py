@@ -61,8 +61,8 @@ class ConvRule:
         """Returns the rows of `factors` with the index of each row's sample."""
         return sampled(self.factors(module, slot, call), samples)
 
-    def products(self, module: Conv, slot: int, call: Call) -> tuple[Tensor, Tensor]:
-        """Returns the product of each sample, (B, G, O, I), and the sum of its deltas, (B, G, O).
+    def products(self, module: Conv, slot: int, call: Call) -> tuple[Tensor, Tensor | None]:
+        """Returns each sample's product, (B, G, O, I), and with a bias sum of deltas, (B, G, O).
 
         They are the gradient of a convolution with a group per sample, which needs no patches.
         """
@@ -76,8 +76,10 @@ class ConvRule:
         _, found, _ = torch.ops.aten.convolution_backward(
             one_d, one_x, weight, None, *about, *wanted
         )
-        sums_BGO = d.flatten(2).sum(dim=2).unflatten(1, (groups, -1))
-        return found.view(*sums_BGO.shape, -1), sums_BGO
+        product_BGOI = found.view(samples, groups, module.out_channels // groups, -1)
+        if module.bias is None:
+            return product_BGOI, None
+        return product_BGOI, d.flatten(2).sum(dim=2).unflatten(1, (groups, -1))
 
 
 def _output_size(module: Conv, x: Tensor) -> list[int]:

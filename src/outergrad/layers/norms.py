@@ -61,10 +61,9 @@ class NormRule(BareRule):
         sums_BO = self._sums(module, slot, call).to(call.d.dtype)
         return Factors(sums_BO.unsqueeze(0), sums_BO.new_ones(1, len(sums_BO), 1))
 
-    def products(self, module: nn.Module, slot: int, call: Call) -> tuple[Tensor, Tensor]:
-        """Returns the gradient of each sample, (B, 1, O, 1), and again, (B, 1, O)."""
-        sums_BO = self._sums(module, slot, call)
-        return sums_BO[:, None, :, None], sums_BO[:, None]
+    def products(self, module: nn.Module, slot: int, call: Call) -> tuple[Tensor, None]:
+        """Returns the gradient of each sample, (B, 1, O, 1), and no other."""
+        return self._sums(module, slot, call)[:, None, :, None], None
 
     def _sums(self, module: Any, slot: int, call: Call) -> Tensor:
         """Returns the gradient of each sample, (B, O)."""

@@ -147,7 +147,7 @@ class Transforming:
             nothing_N = torch.zeros(0, dtype=torch.int64, device=factors.d_GRO.device)
             return {slot: SampleRows(_first(factors, slot, 0), nothing_N)}, 0
         parts: dict[Slot, list[SampleRows]] = {}
-        for here, part in (pair for use in uses for pair in use.parts(slot)):
+        for here, part in (pair for use in uses for pair in use.parts(slot).items()):
             parts.setdefault(here, []).append(part)
         found = {here: _stacked(several, here) for here, several in parts.items()}
         return found, uses[0].samples.total
