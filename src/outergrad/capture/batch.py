@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -13,8 +14,12 @@ from outergrad.capture.engine import NO_TASK, current_task
 from outergrad.capture.kept import Kept
 from outergrad.capture.weighting import samples_in
 from outergrad.core.transform import SampleRows, Samples
-from outergrad.core.types import Call, Factors
+from outergrad.core.types import Call, Factors, Slot
+from outergrad.linalg.sample_products import as_vectors, bias_sums, products
 from outergrad.messages.raw import has_elements
+
+_MOST = 1.5
+"""Numbers in the gradients of samples that are formed early, per number in the rows of these."""
 
 
 class Batch:
@@ -104,6 +109,10 @@ class AnySamples:
         return None if count is None else Samples(count, positions_first, 0)
 
 
+def _nothing() -> Any:
+    raise AssertionError("the rows of a use are gone once gradients by sample are formed")
+
+
 class SampledUse:
     """The rows of one use of a layer, computed on demand.
 
@@ -126,7 +135,10 @@ class SampledUse:
         samples: Samples,
     ) -> None:
         self._factors, self._rule, self.samples = factors, rule, samples
-        self._of, self._kept = (module, slot), kept
+        self._of = module, slot
+        self._kept: Callable[[], Sequence[Tensor]] = kept
+        self._formed: Mapping[Slot, SampleRows] | None = None
+        self._rows_left = True
 
     @property
     def is_told(self) -> bool:
@@ -140,3 +152,28 @@ class SampledUse:
     def by_sample(self) -> SampleRows:
         """Returns the rows with the index of each row's sample."""
         return self._rule.by_sample(*self._of, Call(*self._kept()), self.samples)
+
+    def parts(self, slot: Slot) -> Mapping[Slot, SampleRows]:
+        """Returns the rows of the slot, of which some may be formed gradients, as vectors."""
+        if self._formed is None:
+            return {slot: self.by_sample()}
+        if self._rows_left:
+            return {slot._replace(bias=None): self.by_sample(), **self._formed}
+        return self._formed
+
+    @torch.no_grad()
+    def form(self, slot: Slot) -> None:
+        """Forms gradients of samples that take little memory: of weights instead of the rows."""
+        a, d = self._kept()
+        rows, total = d.numel() // max(slot.groups * slot.outputs, 1), self.samples.total
+        few = total * slot.outputs * slot.inputs <= _MOST * rows * (slot.outputs + slot.inputs)
+        own = getattr(self._rule, "products", None)
+        if not rows or (own is None and (slot.lookup or slot.vector)):
+            return
+        if not few:
+            if slot.bias is not None and not slot.patches:
+                self._formed = as_vectors(slot, None, bias_sums(self.by_sample(), total))
+            return
+        found = own(*self._of, Call(a, d)) if own else products(slot, self.by_sample(), total)
+        self._formed, self._rows_left = as_vectors(slot, *found), False
+        self._factors = self._kept = _nothing

@@ -48,7 +48,9 @@ class Rule(Protocol):
     """Computation and factors of one type of layer; independent of communication.
 
     A rule that tells samples apart, for transforms that need them, also has `by_sample(module,
-    slot, call, samples) -> SampleRows`: as `factors`, but no row is of several samples.
+    slot, call, samples) -> SampleRows`: as `factors`, but no row is of several samples. It may have
+    `products(module, slot, call)`, too, where there is a quicker way to the product of each sample,
+    (B, G, O, I), than from its rows; it returns these, and with a bias sums of deltas, (B, G, O).
     """
 
     owns: tuple[str, ...]

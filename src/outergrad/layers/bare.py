@@ -7,13 +7,12 @@ sample. The delta of copy b is the gradient of sample b: one row, whose activati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_map_only
 
 from outergrad.capture.copies import Copies, copied
@@ -23,50 +22,6 @@ from outergrad.core.transform import SampleRows, Samples
 from outergrad.core.types import Call, Factors, Slot
 from outergrad.layers._common import join, layer_of, samples_of
 from outergrad.linalg.site_gradient import sampled
-
-
-def with_bare(
-    rule: Rule | None, why: str, module: nn.Module, trained: Callable[[nn.Parameter], bool]
-) -> tuple[Rule | None, str]:
-    """Returns the rule by which all parameters of a module have gradients by sample.
-
-    Args:
-        rule: of the module's type, if there is one.
-        why: the reason where there is none.
-        module: the module.
-        trained: True for a parameter that is trained and shared.
-
-    Returns:
-        The rule, or None with the reason why these gradients are not known.
-    """
-    own = {n: p for n, p in module.named_parameters(recurse=False) if trained(p)}
-    params = dict(module.named_parameters(remove_duplicate=False))
-    covered = set() if rule is None else {n for s in rule.slots(module, "") for n in s.params}
-    in_part = any(not trained(params[name]) for name in covered)
-    if in_part and all(p.dim() < 2 for p in own.values()):
-        rule, covered = None, set()  # a bias alone
-    bare = [name for name in own if name not in covered]
-    if not bare or (rule is not None and not hasattr(rule, "by_sample")):
-        return rule, why
-    objection = _objection(module)
-    return (None, objection) if objection else (BareRule(module, bare, rule), "")
-
-
-def _objection(module: nn.Module) -> str:
-    """Returns why a module's own forward does not read its parameters; else an empty text."""
-    if isinstance(module, ParametrizationList):
-        return (
-            "a weight is computed from it; torch.nn.utils.parametrize.remove_parametrizations() "
-            "makes that a parameter again"
-        )
-    if type(module).__name__.startswith("Dora") and type(module).__module__.startswith("peft."):
-        return "DoRA computes its magnitudes from products that are of no sample; use_dora=False"
-    if isinstance(module, nn.ParameterList | nn.ParameterDict):
-        return (
-            f"it is in a {type(module).__name__}, and other modules read it; as an attribute of "
-            f"the module that reads it, it has one"
-        )
-    return ""
 
 
 class BareRule:
@@ -100,7 +55,7 @@ class BareRule:
         """
         copies = {name: self._read(module, tap, name) for name in self._names}
         args, kwargs = tree_map_only(Tensor, _computed, (args, kwargs))
-        with _read_as(module, copies):
+        with read_as(module, copies):
             if self._inner is None:
                 return self._plain(module, *args, **kwargs)
             return self._inner.forward(module, _InnerTap(tap, self._first), *args, **kwargs)
@@ -156,7 +111,7 @@ class _InnerTap:
 
 
 @contextmanager
-def _read_as(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+def read_as(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
     """Inside, attributes of the module are these tensors, before its parameters are looked for."""
     vars(module).update(tensors)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -12,6 +13,7 @@ from outergrad.core.protocols import TapFn
 from outergrad.core.transform import SampleRows, Samples
 from outergrad.core.types import Call, Factors, Slot
 from outergrad.layers._common import detached, input_of, matrix_slot
+from outergrad.linalg.outer import widened
 from outergrad.linalg.site_gradient import sampled
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -59,6 +61,26 @@ class ConvRule:
         """Returns the rows of `factors` with the index of each row's sample."""
         return sampled(self.factors(module, slot, call), samples)
 
+    def products(self, module: Conv, slot: int, call: Call) -> tuple[Tensor, Tensor | None]:
+        """Returns each sample's product, (B, G, O, I), and with a bias sum of deltas, (B, G, O).
+
+        They are the gradient of a convolution with a group per sample, which needs no patches.
+        """
+        d, x = widened(call.d), widened(call.a)
+        padding, x = _padded(module, x)
+        samples, groups, kernel = len(x), module.groups, module.weight.shape[1:]
+        weight = module.weight.new_empty(()).to(d.dtype).expand(d.shape[0] * d.shape[1], *kernel)
+        about = (module.stride, padding, module.dilation, False, [0] * len(padding))
+        wanted = samples * groups, [False, True, False]
+        one_d, one_x = (t.reshape(1, -1, *t.shape[2:]) for t in (d, x))
+        _, found, _ = torch.ops.aten.convolution_backward(
+            one_d, one_x, weight, None, *about, *wanted
+        )
+        product_BGOI = found.view(samples, groups, module.out_channels // groups, -1)
+        if module.bias is None:
+            return product_BGOI, None
+        return product_BGOI, d.flatten(2).sum(dim=2).unflatten(1, (groups, -1))
+
 
 def _output_size(module: Conv, x: Tensor) -> list[int]:
     pad = list(module._reversed_padding_repeated_twice)[::-1]
@@ -69,6 +91,15 @@ def _output_size(module: Conv, x: Tensor) -> list[int]:
             sizes, pad[1::2], pad[::2], windows, strict=True
         )
     ]
+
+
+def _padded(module: Conv, x: Tensor) -> tuple[list[int], Tensor]:
+    """Returns the zeros that a convolution adds itself on both sides, and its input."""
+    pads = list(module._reversed_padding_repeated_twice)
+    if module.padding_mode == "zeros" and pads[::2] == pads[1::2]:
+        return pads[::-2], x
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    return [0] * len(module.kernel_size), F.pad(x, pads, mode=mode)
 
 
 def _windows(module: Conv) -> list[tuple[int, int, int]]:

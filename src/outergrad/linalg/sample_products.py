@@ -16,14 +16,19 @@ import torch
 from torch import Tensor
 
 from outergrad.core.transform import SampleRows, Samples
-from outergrad.core.types import RowRange, Slot
+from outergrad.core.types import Factors, RowRange, Slot, bias_slot
 from outergrad.linalg.outer import widened
+
+_HALVED = 48
+"""Rows of a sample from which on halves are quicker than the whole."""
 
 
 def sample_of_rows(samples: Samples, rows: int, device: torch.device) -> Tensor:
     """Returns the index of each row's sample, (N,), int64."""
     index_B = torch.arange(samples.total, device=device)
     positions = rows // max(samples.total, 1)
+    if positions == 1:
+        return index_B
     if samples.positions_first:
         return index_B.repeat(positions)
     return index_B.repeat_interleave(positions)
@@ -64,15 +69,27 @@ class Addend(ABC):
 
 
 class Vector(Addend):
-    """Sums of the rows of each sample, (B, E): of a bias, or of a vector."""
+    """Sums of the rows of each sample, (B, E): of a bias, of a vector, or of a formed weight.
 
-    def __init__(self, param: str, rows: RowRange, sums_BE: Tensor) -> None:
-        super().__init__(param, rows, 1)
-        self._sums_BE = sums_BE
+    They may be given as numbers, (B,), times vectors.
+    """
+
+    def __init__(
+        self, param: str, rows: RowRange, sums_BE: Tensor, times_B: Tensor | None = None
+    ) -> None:
+        super().__init__(param, rows, sums_BE.shape[1] // (rows[1] - rows[0]))
+        self._sums_BE, self._times_B = sums_BE, times_B
 
     def formed(self) -> Tensor:
         """Returns the sums."""
-        return self._sums_BE
+        return self._sums_BE if self._times_B is None else self._sums_BE * self._times_B[:, None]
+
+    def inner(self, other: Addend) -> Tensor:
+        """As for an addend; of itself without a copy."""
+        if other is not self:
+            return super().inner(other)
+        norms_B = torch.linalg.vector_norm(self._sums_BE, dim=1)
+        return (norms_B if self._times_B is None else norms_B * self._times_B).square()
 
 
 class Product(Addend):
@@ -98,8 +115,10 @@ class Product(Addend):
             return super().inner(other)
         shared = self.shared(other)
         assert shared is not None
+        if other is self:
+            return _square(self.d_BGLO, self.a_BGLI)
         d_BGLO, e_BGMO = self._deltas(shared), other._deltas(shared)
-        return ((d_BGLO @ e_BGMO.mT) * (self.a_BGLI @ other.a_BGLI.mT)).sum(dim=(1, 2, 3))
+        return _of_pairs(d_BGLO, self.a_BGLI, e_BGMO, other.a_BGLI)
 
     def _pays(self, other: Product) -> bool:
         groups, outputs, inputs = self.d_BGLO.shape[1], self.d_BGLO.shape[3], self.width
@@ -114,6 +133,24 @@ class Product(Addend):
             return self.d_BGLO
         start, stop = (place // self.width - self.rows[0] for place in shared)
         return self.d_BGLO[..., start:stop]
+
+
+def _of_pairs(d_BGLO: Tensor, a_BGLI: Tensor, e_BGMO: Tensor, b_BGMI: Tensor) -> Tensor:
+    """Returns the inner product of two products of each sample, by pairs of rows, (B,)."""
+    return ((d_BGLO @ e_BGMO.mT) * (a_BGLI @ b_BGMI.mT)).sum(dim=(1, 2, 3))
+
+
+def _square(d_BGLO: Tensor, a_BGLI: Tensor) -> Tensor:
+    """Returns the squared norm of each sample's product, (B,).
+
+    Of the pairs of one half with the other, which there are twice, each is computed once.
+    """
+    rows = d_BGLO.shape[2]
+    if rows < _HALVED:
+        return _of_pairs(d_BGLO, a_BGLI, d_BGLO, a_BGLI)
+    d, e = d_BGLO.tensor_split(2, dim=2)
+    a, b = a_BGLI.tensor_split(2, dim=2)
+    return _of_pairs(d, a, d, a) + _of_pairs(e, b, e, b) + 2 * _of_pairs(d, a, e, b)
 
 
 class Lookup(Addend):
@@ -157,6 +194,9 @@ def addends(slot: Slot, part: SampleRows, samples: int) -> list[Addend]:
         return [Lookup(slot.weight, (0, slot.inputs), d_BGLO[:, 0], ids_BL)]
     rows = slot.groups * slot.outputs
     a_BGLI = where.padded(part.factors.a_GRI.to(d_GNO.dtype))
+    if slot.vector and d_BGLO.shape[2] == 1:
+        times_B = a_BGLI[:, 0, 0, 0]
+        return [Vector(slot.weight, slot.weight_rows or (0, rows), d_BGLO[:, 0, 0], times_B)]
     if slot.vector:
         sums_BE = (d_BGLO * a_BGLI).sum(dim=2).flatten(1)
         return [Vector(slot.weight, slot.weight_rows or (0, rows), sums_BE)]
@@ -164,6 +204,40 @@ def addends(slot: Slot, part: SampleRows, samples: int) -> list[Addend]:
     if slot.bias is None:
         return [weight]
     return [weight, Vector(slot.bias, slot.bias_rows or (0, rows), d_BGLO.sum(dim=2).flatten(1))]
+
+
+def products(slot: Slot, part: SampleRows, samples: int) -> tuple[Tensor, Tensor | None]:
+    """Returns each sample's product, (B, G, O, I), and with a bias sum of deltas, (B, G, O)."""
+    assert part.samples_N is not None
+    d_GNO, where = widened(part.factors.d_GRO), places_of(part.samples_N, samples)
+    d_BGLO, a_BGLI = where.padded(d_GNO), where.padded(part.factors.a_GRI.to(d_GNO.dtype))
+    return d_BGLO.mT @ a_BGLI, None if slot.bias is None else d_BGLO.sum(dim=2)
+
+
+def as_vectors(
+    slot: Slot, weight_BGOI: Tensor | None, bias_BGO: Tensor | None = None
+) -> dict[Slot, SampleRows]:
+    """Returns gradients by sample as rows of slots of vectors, one per sample."""
+    found: dict[Slot, SampleRows] = {}
+    if weight_BGOI is not None:
+        about = {"weight_rows": slot.weight_rows, "vector": True}
+        whole = Slot(slot.layer, slot.weight, slot.numel, 1, **about)
+        found[whole] = _row_each(weight_BGOI)
+    if bias_BGO is not None:
+        found[bias_slot(slot)] = _row_each(bias_BGO)
+    return found
+
+
+def _row_each(g_B: Tensor) -> SampleRows:
+    d_BE = g_B.flatten(1)
+    samples_B = torch.arange(len(d_BE), device=d_BE.device)
+    return SampleRows(Factors(d_BE[None], d_BE.new_ones(1, len(d_BE), 1)), samples_B)
+
+
+def bias_sums(part: SampleRows, samples: int) -> Tensor:
+    """Returns the sum of each sample's deltas, (B, G, O), in at least float32."""
+    assert part.samples_N is not None
+    return places_of(part.samples_N, samples).padded(widened(part.factors.d_GRO)).sum(dim=2)
 
 
 def squared_norms(parts: Sequence[Addend]) -> Tensor:

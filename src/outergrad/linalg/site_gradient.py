@@ -37,7 +37,7 @@ def scaled_samples(gradient: SiteGradient, factor_B: Tensor) -> SiteGradient:
     Raises:
         ValueError: the sample of some rows is unknown, or a gradient has no rows.
     """
-    _check_sampled(gradient)
+    check_sampled(gradient)
     rows = {
         slot: _times(part, factor_B[part.samples_N][:, None])
         for slot, part in gradient.rows.items()
@@ -74,11 +74,16 @@ def sample_norms(gradient: SiteGradient) -> Tensor:
     Raises:
         ValueError: the sample of some rows is unknown, or a gradient has no rows.
     """
-    _check_sampled(gradient)
+    check_sampled(gradient)
     return _sum(_squared_norms(gradient, slots) for slots in together(gradient.rows)).sqrt()
 
 
-def _check_sampled(gradient: SiteGradient) -> None:
+def check_sampled(gradient: SiteGradient) -> None:
+    """Checks that the sample of every row is known.
+
+    Raises:
+        ValueError: it is not.
+    """
     missing = [*gradient.formed, *(s.weight for s, p in gradient.rows.items() if _unknown(p))]
     if missing:
         raise ValueError(
@@ -98,14 +103,18 @@ def _sum(parts: Iterable[Tensor]) -> Tensor:
 def together(slots: Iterable[Slot]) -> list[list[Slot]]:
     """Groups slots that add to the same part of a weight or bias, directly or by way of others."""
     groups: list[list[Slot]] = []
+    seen: set[str] = set()
     for slot in slots:
-        touching = [g for g in groups if any(_add_up(slot, other) for other in g)]
-        groups = [g for g in groups if g not in touching]
+        alone = seen.isdisjoint(slot.params)
+        touching = [] if alone else [g for g in groups if any(add_up(slot, other) for other in g)]
+        groups = groups if alone else [g for g in groups if g not in touching]
         groups.append([*(s for g in touching for s in g), slot])
+        seen.update(slot.params)
     return groups
 
 
-def _add_up(one: Slot, other: Slot) -> bool:
+def add_up(one: Slot, other: Slot) -> bool:
+    """True if two slots add to the same part of a weight or bias."""
     return any(name == n and _meet(rows, r) for name, rows in _feeds(one) for n, r in _feeds(other))
 
 

@@ -59,9 +59,10 @@ class Generated:
 class Random:
     """Numbers from bits of a cryptographic generator, in float32, by Box and Muller.
 
-    The bits are OpenSSL's, which the operating system seeds: as fast as PyTorch's own numbers,
-    whose generator for the CPU takes 32 bits of a seed, so few that all can be tried. On other
-    devices they are PyTorch's, of a generator that the operating system seeds with 64 bits.
+    The bits are OpenSSL's, which the operating system seeds; PyTorch's generator for the CPU takes
+    32 bits of a seed, so few that all can be tried. NumPy's functions of float32 take half the time
+    of PyTorch's. On other devices numbers are PyTorch's, of a generator that the operating system
+    seeds with 64 bits.
     """
 
     def __init__(self) -> None:
@@ -73,10 +74,19 @@ class Random:
             return torch.randn(count, generator=self._generator_of(device), device=device)
         pairs = -(-count // 2)
         bits = np.frombuffer(ssl.RAND_bytes(8 * pairs), dtype=np.int32)
-        numbers = torch.from_numpy(bits.astype(np.float32)).view(2, pairs)
-        length, angle = numbers[0].abs_(), numbers[1].mul_(math.pi * _UNIT)
-        length.mul_(_UNIT).add_(_UNIT / 2).log_().mul_(-2.0).sqrt_()
-        return torch.stack([angle.sin(), angle.cos_()]).mul_(length).view(-1)[:count]
+        length, angle = bits.astype(np.float32).reshape(2, pairs)
+        np.abs(length, out=length)
+        length *= _UNIT
+        length += _UNIT / 2
+        np.log(length, out=length)
+        length *= -2
+        np.sqrt(length, out=length)
+        angle *= math.pi * _UNIT
+        numbers = np.empty((2, pairs), np.float32)
+        np.sin(angle, out=numbers[0])
+        np.cos(angle, out=numbers[1])
+        numbers *= length
+        return torch.from_numpy(numbers.reshape(-1)[:count])
 
     def _generator_of(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from outergrad.core.transform import SiteGradient
 from outergrad.linalg.outer import widened
-from outergrad.linalg.sample_sums import SampleSums
+from outergrad.linalg.sample_sums import weighted_sum
 from outergrad.linalg.site_gradient import sample_norms, scaled_samples
 from outergrad.private.clipping import clipped, normalized
 from outergrad.private.counting import StepCounter
@@ -201,8 +201,7 @@ class Private:
         return self._summed(gradient)
 
     def _summed(self, gradient: SiteGradient) -> SiteGradient:
-        sums = SampleSums(gradient)
-        return sums.summed(self._factors(gradient, sums.norms()))
+        return weighted_sum(gradient, self._factors(gradient, sample_norms(gradient)))
 
     def _factors(self, gradient: SiteGradient, norms_B: Tensor) -> Tensor:
         """Factors of samples, of whose mean over this site's batch the gradient is made, (B,)."""

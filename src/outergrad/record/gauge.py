@@ -245,8 +245,8 @@ class SampleNorms:
             self._add(slot, use, scale)
 
     def _add(self, slot: Slot, use: SampledUse, scale: float) -> None:
-        part, total = use.by_sample(), use.samples.total
-        squares_B = scale**2 * squared_sample_norms(slot._replace(bias=None), part, total)
+        (here, part), total = next(iter(use.parts(slot).items())), use.samples.total
+        squares_B = scale**2 * squared_sample_norms(here._replace(bias=None), part, total)
         before_B = self._squares_B.get(slot.weight)
         if before_B is not None and len(before_B) != total:
             self.why[slot.weight] = "its products see different numbers of samples"

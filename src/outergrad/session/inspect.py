@@ -18,7 +18,7 @@ from outergrad.core.model import Compressors, Model
 from outergrad.core.protocols import Rule, Rules
 from outergrad.core.types import Slot
 from outergrad.layers import rule_for
-from outergrad.layers.bare import with_bare
+from outergrad.layers.by_sample import with_bare
 from outergrad.layers.embedding import MAX_NORM_REFUSED, SPARSE_REFUSED
 from outergrad.messages.header import DTYPES
 from outergrad.messages.raw import has_elements

@@ -126,6 +126,7 @@ class Captured:
         has_autograd_grad: parameters for which autograd has a gradient, besides.
         settled: slots and blocks added to `param.grad` before they could be sent.
         empty: slots and blocks that were requested and had nothing, not even a delta of zeros.
+        on_use: called with each use before it is stored.
     """
 
     def __init__(
@@ -146,9 +147,12 @@ class Captured:
         self.has_autograd_grad: set[str] = set()
         self.settled: set[Source] = set()
         self.empty: set[Source] = set()
+        self.on_use: Callable[[Slot, Callable[[], Factors]], None] | None = None
 
     def add(self, slot: Slot, factors: Callable[[], Factors]) -> None:
         """Stores one use of a slot."""
+        if self.on_use is not None:
+            self.on_use(slot, factors)
         self._of_slot.setdefault(slot, []).append(factors)
 
     def add_use(self, block: Block, use: Use) -> None:

@@ -17,6 +17,7 @@ from outergrad.core.transform import (
 )
 from outergrad.core.types import Factors, Slot, Unit
 from outergrad.linalg.outer import coalesce
+from outergrad.linalg.site_gradient import add_up
 from outergrad.step import param_grad
 from outergrad.step.captured import Captured
 
@@ -48,6 +49,8 @@ class Transforming:
         self._before = _taken(self._params) if accumulating(transform) and not leftover else {}
         self._made: set[str] = set()
         self._forward: int | None = None
+        if transform.needs_samples and getattr(transform, "forms", False):
+            captured.on_use = self._form
 
     @torch.no_grad()
     def apply(self, names: Collection[str]) -> None:
@@ -99,7 +102,8 @@ class Transforming:
         for unit in units:
             if unit.slots and self._in_rows(unit):
                 for slot in unit.slots:
-                    rows[slot], count = self._rows(slot)
+                    parts, count = self._rows(slot)
+                    rows |= parts
                     samples = max(samples, count)
         in_rows = {name for slot in rows for name in slot.params}
         formed = {name: _gradient(p) for name, p in params.items() if name not in in_rows}
@@ -126,16 +130,27 @@ class Transforming:
         self._captured.has_autograd_grad.update(unit.params)
         return False
 
-    def _rows(self, slot: Slot) -> tuple[SampleRows, int]:
+    def _form(self, slot: Slot, use: Any) -> None:
+        """Forms the gradients by sample of a use early, unless slots add up to a parameter."""
+        of_params = self._captured.model.slots_of
+        others = (other for name in slot.params for other in of_params[name] if other != slot)
+        if isinstance(use, SampledUse) and not any(add_up(slot, other) for other in others):
+            use.form(slot)
+
+    def _rows(self, slot: Slot) -> tuple[dict[Slot, SampleRows], int]:
         """Returns the rows of all uses, and the number of their samples."""
         if not self._transform.needs_samples:
-            return SampleRows(self._captured.rows(slot)), 0
+            return {slot: SampleRows(self._captured.rows(slot))}, 0
         uses = list(self._sampled(slot))
         if not uses:
             factors = self._captured.rows(slot)
             nothing_N = torch.zeros(0, dtype=torch.int64, device=factors.d_GRO.device)
-            return SampleRows(_first(factors, slot, 0), nothing_N), 0
-        return _stacked([use.by_sample() for use in uses], slot), uses[0].samples.total
+            return {slot: SampleRows(_first(factors, slot, 0), nothing_N)}, 0
+        parts: dict[Slot, list[SampleRows]] = {}
+        for here, part in (pair for use in uses for pair in use.parts(slot).items()):
+            parts.setdefault(here, []).append(part)
+        found = {here: _stacked(several, here) for here, several in parts.items()}
+        return found, uses[0].samples.total
 
     def _sampled(self, slot: Slot) -> Iterator[SampledUse]:
         for use in self._captured.uses(slot):
@@ -251,6 +266,8 @@ def _gradient(p: Tensor) -> Tensor:
 
 
 def _stacked(parts: Sequence[SampleRows], slot: Slot) -> SampleRows:
+    if len(parts) == 1:  # as usual, and without a copy
+        return parts[0]
     d_GNO = torch.cat([part.factors.d_GRO for part in parts], dim=1)
     a = torch.cat([part.factors.a_GRI for part in parts], dim=0 if slot.lookup else 1)
     samples = [part.samples_N for part in parts if part.samples_N is not None]
