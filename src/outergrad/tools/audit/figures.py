@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-EXACT = 1e-4
-"""Relative error up to which a row has come back."""
+EXACT, CLOSE = 1e-4, 5e-2
+"""Relative errors up to which a row has come back exactly, or can be recognised."""
 _WINDOW = 7
 
 
@@ -26,13 +26,19 @@ def nearest(found_FI: Tensor, truth_NI: Tensor) -> tuple[Tensor, Tensor]:
     return found_FI[index_N], errors_N / truth_NI.norm(dim=1).clamp(min=1e-300)
 
 
-def rows_back(found_FI: Tensor, truth_NI: Tensor) -> tuple[int, int]:
-    """Returns how many true rows came back exactly, and how many found rows are no true ones."""
+def rows_back(found_FI: Tensor, truth_NI: Tensor, within: float = EXACT) -> tuple[int, int]:
+    """Returns how many true rows came back, and how many found rows are no true ones.
+
+    Args:
+        found_FI: (found, inputs).
+        truth_NI: (rows, inputs).
+        within: Relative error up to which two rows are one.
+    """
     if not len(found_FI):
         return 0, 0
     _, errors_N = nearest(found_FI, truth_NI)
     _, misses_F = nearest(truth_NI, found_FI)
-    return int((errors_N <= EXACT).sum()), int((misses_F > EXACT).sum())
+    return int((errors_N <= within).sum()), int((misses_F > within).sum())
 
 
 def psnr_db(found: Tensor, truth: Tensor) -> float:
@@ -67,3 +73,8 @@ def auc(members_M: Tensor, others_N: Tensor) -> float:
     above = (members_M[:, None] > others_N[None]).double()
     equal = (members_M[:, None] == others_N[None]).double()
     return float((above + equal / 2).mean())
+
+
+def auc_deviation(members: int, others: int) -> float:
+    """Returns the standard deviation of the AUC of scores that tell nothing (Mann and Whitney)."""
+    return ((members + others + 1) / (12 * members * others)) ** 0.5

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_ROUNDING = 1e-6
-"""Singular values below this share of the largest are rounding."""
 NEAR = 1e-3
 """Relative distance from a span up to which a row is in it."""
 _TELLING = 0.1
@@ -42,7 +40,7 @@ class Span:
         return (self.distances(rows_CI) < NEAR) & self.is_telling
 
 
-def span_of(gradient_OI: Tensor, rows: int | None = None) -> Span:
+def span_of(gradient_OI: Tensor, rows: int | None = None, rounding: float = 1e-6) -> Span:
     """Returns the span of the rows that entered a layer, from its weight gradient.
 
     `dW = Δᵀ A` has the rows of A as the span of its own rows, as long as there are fewer rows than
@@ -53,7 +51,8 @@ def span_of(gradient_OI: Tensor, rows: int | None = None) -> Span:
     Args:
         gradient_OI: Gradient of the weight, (outputs, inputs).
         rows: Number of rows, if it is known: no further direction is counted.
+        rounding: Singular values below this share of the largest are rounding.
     """
     _, values_R, basis_RI = torch.linalg.svd(gradient_OI.double(), full_matrices=False)
-    rank = int((values_R > _ROUNDING * values_R[0]).sum()) if bool(values_R[0] > 0) else 0
+    rank = int((values_R > rounding * values_R[0]).sum()) if bool(values_R[0] > 0) else 0
     return Span(basis_RI[: rank if rows is None else min(rank, rows)])
