@@ -1,6 +1,7 @@
 """Command ``outergrad audit``."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from outergrad._whole_files import write_whole
 from outergrad.launch.console import errors_in_one_line, step_bars
 from outergrad.launch.errors import RecipeError
 from outergrad.tools.audit.audit import Question, Seen, audit
+from outergrad.tools.audit.page import write_audit
 from outergrad.tools.audit.table import findings_table
 from outergrad.tools.audit.verdict import verdict
 from outergrad.tools.commands.options import METHOD_HELP
@@ -51,6 +53,10 @@ Matching = Annotated[
 Threads = Annotated[
     int | None, typer.Option(min=1, help="PyTorch's.", show_default="as PyTorch chooses")
 ]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", help="Page with the truth beside what came back.", dir_okay=False),
+]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="File that gets all of it.", dir_okay=False)
 ]
@@ -63,6 +69,7 @@ def audit_command(
     positions: Positions = None,
     matching: Matching = False,
     threads: Threads = None,
+    out: Out = None,
     json_file: JsonFile = None,
 ) -> None:
     """Attack what each method sends, and show what came back of the data.
@@ -82,8 +89,12 @@ def audit_command(
             torch.set_num_threads(threads)
         seen = _watched(question)
         show(seen)
+        if out is not None:
+            _save(out, "-o", lambda: write_audit(question, seen, out))
+            print(f"The truth beside what came back: {out.resolve()}")
         if json_file is not None:
-            _save(json.dumps([one.as_dict() for one in seen], indent=1) + "\n", json_file, "--json")
+            told = json.dumps([one.as_dict() for one in seen], indent=1) + "\n"
+            _save(json_file, "--json", lambda: write_whole(json_file, told))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -115,8 +126,8 @@ def show(seen: list[Seen]) -> None:
         console.print(sentence, highlight=False)
 
 
-def _save(text: str, path: Path, option: str) -> None:
+def _save(path: Path, option: str, write: Callable[[], object]) -> None:
     try:
-        write_whole(path, text)
+        write()
     except OSError as error:
         raise RecipeError(f"{option} {path}: {error.strerror}") from error

@@ -48,10 +48,13 @@ def test_a_model_of_ones_own_is_audited(mine):
         "--methods",
         "dense,dad-activations",
     )
-    result = run(*about, "--json", "found.json")
+    result = run(*about, "--json", "found.json", "-o", "found.html")
     assert result.exit_code == 0, result.output
     assert "rows by division" in result.output
     assert "dense: 4 of 4 rows" in result.output
+    page = (mine / "found.html").read_text()
+    assert page.count('alt="a true row"') == page.count('alt="what came back"') > 0
+    assert "<script" not in page
     told = json.loads((mine / "found.json").read_text())
     assert {(one["method"], one["rows"], one["observer"]) for one in told} >= {
         ("dense", 1, "a site's own part"),
