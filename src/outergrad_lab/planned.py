@@ -19,4 +19,4 @@ def _subject(name: str, rows: int | None) -> Subject:
     rows = recipe.batch_size if rows is None else rows
     model, data = recipe.build(), synthetic(recipe.format, rows, seed=0)
     x, y = data.x_train, data.y_train
-    return Subject(name, model, rows, lambda called: cross_entropy(called(x), y))
+    return Subject(name, model, rows, lambda called: cross_entropy(called(x), y), (x, y))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from outergrad.buckets.bucket import Bucket, Pending, Result, StepContext
 from outergrad.core.cost import CostModel
 from outergrad.core.memory import holders
+from outergrad.core.sent import Sent, Way
 from outergrad.core.transport import TwoRounds, Work
 from outergrad.linalg.finite import is_finite
 from outergrad.messages.checksum import SummedRoom
@@ -73,6 +74,9 @@ class DenseBucket(Bucket):
             for name, view in views.items():
                 context.check(name, [view])
         kept.say(context.state, lacks=bool(context.lacking(self.params)))
+        if context.comm.tap is not None:
+            for name, view in views.items():
+                context.comm.tap.sent(Sent(name, view, Way.SUMMED, context.comm.world_size))
         work = context.comm.all_reduce(buffer)
         context.layers.book(kept.bookings)
         return DensePending(work, kept, context.comm.sum_rounds(buffer.nbytes))

@@ -12,12 +12,14 @@ from outergrad.buckets.bucket import Gathered, Pending, Result, StepContext
 from outergrad.buckets.message import BookedLayout, RowBucket, book_received, sums_of_extras
 from outergrad.core.blocks import Block
 from outergrad.core.payload import Arrived
+from outergrad.core.sent import Sent
 from outergrad.linalg.gradients import add_gradients
 from outergrad.messages.checksum import combined
 from outergrad.messages.layout import Layout, gradients_of
 from outergrad.messages.wire import Piece, Preamble, State, read_all
 from outergrad.record.stats import Booking
 from outergrad.replay.block_message import block_gradients
+from outergrad.replay.block_use import Message
 
 
 class FactorBucket(RowBucket):
@@ -66,6 +68,9 @@ class FactorBucket(RowBucket):
             assert isinstance(out, Tensor)
             context.check(piece.slot.params[0], sent.tensors)
             sent.write(out, context.scale)
+            if context.comm.tap is not None:
+                _, tensors = Message.read(out, context.blocks[piece.slot].codecs)
+                context.comm.tap.sent(Sent(piece.slot.name, tensors, self.way))
 
 
 class _FactorPending(Pending):

@@ -16,6 +16,7 @@ from outergrad.core.coding import Codecs
 from outergrad.core.compressor import Compressor
 from outergrad.core.payload import BYTES, Arrived, Form, Payload
 from outergrad.core.reasons import Why
+from outergrad.core.sent import MessageTap, Sent, Way
 from outergrad.core.types import Factors, Part, Slot, Source
 from outergrad.linalg.gradients import as_gradient
 from outergrad.messages.header import Header
@@ -71,6 +72,9 @@ class RowBucket(UnitBucket):
         self._pieces: Sequence[Sequence[Piece]] = ()
         self._phase: Hashable = None
         self._wanted_S: list[tuple[int, ...]] = []
+
+    way = Way.GATHERED
+    """Receivers of this site's message."""
 
     @property
     def travels(self) -> str:
@@ -166,11 +170,23 @@ class RowBucket(UnitBucket):
         for (_, view), payload in zip(filled, compressed, strict=True):
             view.fill(payload)
         context.layers.book(layout.sent(receivers), compress_s=time.perf_counter() - began)
+        if context.comm.tap is not None:
+            self._tell(context.comm.tap, context, layout, message)
         if context.reading is not None:
             for part, (piece, view), payload in zip(parts, filled, compressed, strict=True):
                 self._measure(context.reading, part, piece, payload, view.read())
                 if self.tapped[piece.slot]:
                     context.reading.samples(piece.slot, context.scale)
+
+    def _tell(
+        self, tap: MessageTap, context: StepContext, layout: BookedLayout, message: Tensor
+    ) -> None:
+        """Tells a tap what this site's message says."""
+        sites = context.comm.world_size  # extras carry the share of a mean, rows do not
+        for name, extra in layout.by_name(layout.flats(message)).items():
+            tap.sent(Sent(name, extra, self.way, sites))
+        for piece, view in layout.filled(message, Slot):
+            tap.sent(Sent(piece.slot.weight, view.read(), self.way, slot=piece.slot))
 
     def _measure(
         self, reading: Reading, part: Part, piece: Piece, payload: Payload, arrives: Arrived

@@ -6,6 +6,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 from outergrad.buckets.bucket import Load, Pending, Result, StepContext, UnitBucket
 from outergrad.core.coding import sum_dtype
 from outergrad.core.compressor import Compressor
+from outergrad.core.payload import Arrived
+from outergrad.core.sent import MessageTap, Sent, Way
 from outergrad.core.transport import Comm, TwoRounds, Work
-from outergrad.core.types import Factors, Gradient, Slot
+from outergrad.core.types import Factors, Gradient, Slot, bias_slot
 from outergrad.linalg.gradients import add_gradients, add_rows
 from outergrad.linalg.outer import row_sum
 from outergrad.messages.checksum import checksum
@@ -120,7 +123,11 @@ class _SketchPending(Pending):
         self._digest = torch.zeros((), dtype=torch.int64, device=context.comm.device)
         self._additions: dict[str, Tensor] = {}
         self._means: dict[str, Tensor] = {}
-        self._first = _Sums(context.comm, [*self._begun(), self._exact()])
+        self._own = self._begun()
+        exact = self._exact()
+        if context.comm.tap is not None:
+            self._tell_exact(context.comm.tap, exact)
+        self._first = _Sums(context.comm, [*self._own, exact])
         # Second sums of another size may have one round where the first have two, or two where
         # these have one: then `advance` does nothing, or `wait` starts what is left.
         self.rounds = 2 + (self._first.rounds - 1) * bucket.sketches.rounds
@@ -216,6 +223,7 @@ class _SketchPending(Pending):
             self._timed(slot, lambda s, y=y: self._bucket.sketches.turn(s, y))
             for slot, y in zip(self._slots, sums, strict=True)
         ]
+        self._own = turned
         self._second = _Sums(self._context.comm, turned)
         for slot, z in zip(self._slots, turned, strict=True):
             self._measure(slot, z)
@@ -228,8 +236,10 @@ class _SketchPending(Pending):
         if self._second is not None:
             self._last = self._second.wait()
             self._digest = sum(map(checksum, self._last), self._digest)
-        for slot, z in zip(self._slots, self._last, strict=True):
+        for slot, z, own in zip(self._slots, self._last, self._own, strict=True):
             mean = bucket.sketches.end(slot, z, context.comm.world_size)
+            if context.comm.tap is not None:
+                self._tell(context.comm.tap, slot, own, mean)
             if context.reading is not None:
                 context.reading.record_mean(slot, [mean], 1.0)
             into = self._additions if bucket.tapped[slot] else self._means
@@ -239,6 +249,23 @@ class _SketchPending(Pending):
         has_autograd_grad = [name for name, flag in flags if flag]
         told = has_autograd_grad, self._digest, self._lacks
         return Result(self._means, self._additions, self._state, *told)
+
+    def _tell(self, tap: MessageTap, slot: Slot, own: Tensor, mean: Arrived) -> None:
+        """Tells a tap what this site's last sketch stands for."""
+        content = self._bucket.sketches.stands_for(slot, own, mean)
+        told = Sent(slot.weight, [own] if content is None else content, Way.SUMMED)
+        matrix = slot._replace(bias=None, bias_rows=None)  # its bias goes beside the sketches
+        tap.sent(replace(told, slot=None if content is None else matrix))
+
+    def _tell_exact(self, tap: MessageTap, exact: Tensor) -> None:
+        """Tells a tap which vectors are sent beside the first sketches."""
+        biases, extras, _ = self._split(exact)
+        sites = self._context.comm.world_size
+        for slot, part in biases.items():
+            assert slot.bias is not None
+            tap.sent(Sent(slot.bias, part.view(1, -1, 1), Way.SUMMED, sites, bias_slot(slot)))
+        for name, part in extras.items():
+            tap.sent(Sent(name, part.view(self._bucket.extras[name].shape), Way.SUMMED, sites))
 
     # -- both -----------------------------------------------------------------------------------
 

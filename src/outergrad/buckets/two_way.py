@@ -14,6 +14,7 @@ from outergrad.buckets.message import BookedLayout, RowBucket, book_received, su
 from outergrad.core.compressor import Compressor
 from outergrad.core.errors import ExchangeError, RefusedError
 from outergrad.core.payload import Arrived, Payload
+from outergrad.core.sent import Way
 from outergrad.core.transport import Comm, TwoRounds, Work
 from outergrad.core.types import Slot
 from outergrad.linalg.gradients import add_gradients
@@ -62,6 +63,8 @@ class TwoWayBucket(RowBucket):
         assert compressor.merger is not None
         self.merger, self._owners = compressor.merger, owners
         self._in_pieces = in_pieces
+
+    way = Way.OWNED
 
     @property
     def travels(self) -> str:

@@ -101,6 +101,18 @@ class Sketches(Protocol):
         """Returns the mean gradient, from the sum of the last sketch."""
         ...
 
+    def stands_for(self, slot: Slot, part: Tensor, mean: Arrived) -> Arrived | None:
+        """Returns the part of one site's gradient that whoever sees its last sketch has.
+
+        For audits; called after `end`. None where it is not known how to tell.
+
+        Args:
+            slot: of the sketch.
+            part: the site's part of the last sketch, before it was summed.
+            mean: result of `end`, which all sites have.
+        """
+        return None
+
 
 class Merger(Protocol):
     """Merges rows, or entries, of several sites into as many as a single site sends."""

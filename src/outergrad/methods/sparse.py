@@ -454,6 +454,11 @@ class SharedEntries(Sketches):
         """Returns the mean over the sites at the places."""
         return self._begun.pop(slot).entries(widened(z) / sites, slot)
 
+    def stands_for(self, slot: Slot, part: Tensor, mean: Arrived) -> Entries:
+        """Returns the site's entries at the places that all sites have drawn."""
+        assert isinstance(mean, Entries)
+        return mean._replace(values_K=widened(part))
+
 
 class MergedEntries(Merger):
     """Means of entries that all sites have drawn, made by the owner of a layer.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from outergrad.core.payload import Arrived
 from outergrad.core.rounds import Sketches
 from outergrad.core.types import Factors, Gradient, Part, Slot
 from outergrad.linalg.orthonormal import orthonormal, principal
@@ -55,6 +56,11 @@ class Subspace(Sketches):
     def projection(self, slot: Slot, sketch: Tensor) -> Tensor:
         """Returns the sketch flattened, without the norm that a tolerance appends to it."""
         return sketch.flatten()[: sketch.numel() - bool(self._settings.tolerance)]
+
+    def _image(self, slot: Slot, part: Tensor, known_GRW: Tensor) -> Tensor:
+        """Returns a sketch as (G, V, R), beside directions (G, R, W) of the other side."""
+        groups, columns, _ = known_GRW.shape
+        return self.projection(slot, part).view(groups, -1, columns).to(known_GRW.dtype)
 
     def _adapted(self, z_GWK: Tensor, rest_norm: Tensor) -> tuple[Tensor, int]:
         """Returns the leading directions first, and the smallest K that keeps to the tolerance.
@@ -162,6 +168,11 @@ class GlobalSketches(Subspace):
         if math.isfinite(q_GIK.sum().item()):
             self._memories[slot] = compacted(Memory(_usable(q_GIK), turn.residual, columns))
         return Factors(p_GOK.mT, mean.mT)
+
+    def stands_for(self, slot: Slot, part: Tensor, mean: Arrived) -> Factors:
+        """Returns `P Z_sᵀ`, the site's gradient along the directions that all sites have."""
+        assert isinstance(mean, Factors)
+        return Factors(mean.d_GRO, self._image(slot, part, mean.d_GRO).mT)
 
     def forget(self) -> None:
         """Drops the unfinished state of a discarded step."""
@@ -291,6 +302,13 @@ class AlternatingSketches(Subspace):
             memory = Memory(directions_GVK, rest, wanted, left=not left)
             self._memories[slot] = compacted(memory)
         return _factors(basis_GWK, mean, left=left)
+
+    def stands_for(self, slot: Slot, part: Tensor, mean: Arrived) -> Factors:
+        """Returns `P Z_sᵀ` or `Y_s Qᵀ`, along the directions that all sites have."""
+        assert isinstance(mean, Factors)
+        left = self._is_left(slot)  # the memory that `end` has set is in use after the step
+        known = mean.d_GRO if left else mean.a_GRI
+        return _factors(known.mT, self._image(slot, part, known), left=left)
 
     def forget(self) -> None:
         """Drops the unfinished state of a discarded step."""

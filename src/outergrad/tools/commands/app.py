@@ -25,6 +25,7 @@ _OWN = {
     "watch": "watch:watch",
     "doctor": "doctor:doctor",
     "plan": "plan:plan",
+    "audit": "audit:audit_command",
     "hub": "hub:hub_app",
     "site": "site:site_app",
 }

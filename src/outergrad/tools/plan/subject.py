@@ -71,12 +71,14 @@ class Subject:
         model: The model.
         rows: Rows of the batch, per site.
         loss: Runs the forward pass of the model, or of what wraps it.
+        batch: Inputs and labels of the rows, if `loss` is their cross-entropy.
     """
 
     name: str
     model: nn.Module
     rows: int
     loss: Callable[[nn.Module], Tensor]
+    batch: tuple[Tensor, Tensor] | None = None
 
 
 @cache

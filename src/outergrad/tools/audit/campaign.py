@@ -1,0 +1,334 @@
+"""Campaign: all attacks that fit a model, on one view of a step, each beside the truth."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from outergrad.tools.audit.attacks.hidden import rows_behind
+from outergrad.tools.audit.attacks.labels import label_counts
+from outergrad.tools.audit.attacks.matching import matched
+from outergrad.tools.audit.attacks.membership import membership_scores
+from outergrad.tools.audit.attacks.rows import alone_rows
+from outergrad.tools.audit.attacks.span import span_of
+from outergrad.tools.audit.attacks.spear import spear
+from outergrad.tools.audit.attacks.text import read_texts
+from outergrad.tools.audit.attacks.tokens import looked_up
+from outergrad.tools.audit.figures import (
+    CLOSE,
+    auc,
+    auc_deviation,
+    nearest,
+    psnr_db,
+    rows_back,
+    ssim,
+)
+from outergrad.tools.audit.places import Places
+from outergrad.tools.audit.view import View
+
+SEED = 0
+_MOST_MEMBERS = 32
+MOST_MATCHED = 2
+"""Rows up to which inputs are matched by optimisation: with more, nothing recognisable comes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Result of one attack, beside the truth.
+
+    Attributes:
+        attack: Attack in words.
+        layer: Layer or parameter that gave it away.
+        found: Number of things that came back, or AUC; rows to 5% of their norm.
+        exact: Number of rows that came back to 1e-4 of their norm.
+        of: Number of things there were to find; 0 for an AUC.
+        guessed: Number of them that a guess finds without the messages.
+        false: Number of things that were claimed, and are not true; canaries that were taken for
+            members.
+        deviation: Standard deviation of an AUC by chance.
+        canaries: Number of things planted that must not be found, if some were.
+        figure: The figure in words.
+        pictures: Truth and what came back, in pairs, for a page.
+    """
+
+    attack: str
+    layer: str
+    found: float
+    of: int
+    exact: int = 0
+    guessed: float = 0.0
+    false: int = 0
+    deviation: float = 0.0
+    canaries: int = 0
+    figure: str
+    pictures: Sequence[tuple[Tensor, Tensor]] = field(default=(), repr=False, compare=False)
+
+    @property
+    def share(self) -> float:
+        """Share of what there was to find beyond a guess, 0 to 1; 0 for an AUC near chance."""
+        if not self.of:
+            return max(0.0, 2 * (self.found - 2 * self.deviation) - 1)
+        hidden = self.of - self.guessed
+        return max(0.0, (self.found - self.guessed) / hidden) if hidden > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truth:
+    """The batch behind a view, and what an attack is tested by.
+
+    Attributes:
+        x: Inputs, or ids, with the rows first.
+        y: Labels.
+        outside: Rows that were not in the batch, with their labels: canaries.
+        vocabulary: Number of tokens, if inputs are ids.
+    """
+
+    x: Tensor
+    y: Tensor
+    outside: tuple[Tensor, Tensor]
+    vocabulary: int | None = None
+
+
+class Campaign:
+    """All attacks on a model, with the weights that every observer has.
+
+    Args:
+        model: With the weights of the step.
+        places: Its layers.
+    """
+
+    def __init__(self, model: nn.Module, places: Places) -> None:
+        self._model, self._places = model, places
+        self._judge = copy.deepcopy(model).eval()  # a norm over a batch of one would be another
+
+    def on(self, view: View, truth: Truth, *, matching: bool = False) -> list[Finding]:
+        """Returns what each attack finds in a view.
+
+        Args:
+            view: What the observer has.
+            truth: The batch behind it.
+            matching: Whether to match inputs by optimisation, too, for up to two rows.
+        """
+        attacks: list[Callable[[View, Truth], Iterator[Finding]]] = [
+            self._rows_as_sent,
+            self._rows,
+            self._rows_by_spear,
+            self._rows_behind_activations,
+            self._tokens,
+            self._texts,
+            self._labels,
+            self._members_by_span,
+            self._members_by_products,
+        ]
+        if matching and len(truth.x) <= MOST_MATCHED:
+            attacks.append(self._inputs_by_matching)
+        return [finding for attack in attacks for finding in attack(view, truth)]
+
+    def _of_layer(self, view: View, layer: str | None) -> tuple[Tensor, Tensor] | None:
+        """Returns weight and bias gradient of a layer, if both are seen."""
+        found = view.gradients.get(f"{layer}.weight"), view.gradients.get(f"{layer}.bias")
+        return None if found[0] is None or found[1] is None else (found[0], found[1])
+
+    def _own(self, layer: str) -> tuple[Tensor, Tensor]:
+        module = self._model.get_submodule(layer)
+        return module.get_parameter("weight").detach(), module.get_parameter("bias").detach()
+
+    # -- rows of data -----------------------------------------------------------------------------
+
+    def _rows_as_sent(self, view: View, truth: Truth) -> Iterator[Finding]:
+        layer = self._places.data
+        if layer is not None and (rows := view.rows.get(f"{layer}.weight")) is not None:
+            yield _of_rows("rows in the message", layer, rows.double(), truth)
+
+    def _rows(self, view: View, truth: Truth) -> Iterator[Finding]:
+        layer = self._places.data
+        if layer is not None and (seen := self._of_layer(view, layer)) is not None:
+            yield _of_rows("rows by division", layer, alone_rows(*seen, view.rounding), truth)
+
+    def _rows_by_spear(self, view: View, truth: Truth) -> Iterator[Finding]:
+        layer = self._places.data
+        if layer is None or not self._places.is_rectified:
+            return
+        if (seen := self._of_layer(view, layer)) is not None:
+            rows = spear(*seen, *self._own(layer), generator=_generator())
+            yield _of_rows("rows by SPEAR", layer, rows, truth)
+
+    def _rows_behind_activations(self, view: View, truth: Truth) -> Iterator[Finding]:
+        layer = self._places.data
+        if layer is None or not self._places.is_rectified:
+            return
+        weight_OI, bias_O = self._own(layer)
+        sent = [*view.rows.values(), *view.others]
+        hidden = [t for t in sent if t.shape[1] == len(weight_OI) and bool((t >= 0).all())]
+        gradient = view.gradients.get(f"{layer}.weight")
+        if not hidden or gradient is None:
+            return
+        basis_RI = span_of(gradient, rounding=view.rounding).basis_RI
+        found = max((rows_behind(t, weight_OI, bias_O, basis_RI) for t in hidden), key=len)
+        yield _of_rows("rows behind activations", layer, found, truth)
+
+    # -- texts ------------------------------------------------------------------------------------
+
+    def _tokens(self, view: View, truth: Truth) -> Iterator[Finding]:
+        layer = self._places.tokens
+        if layer is None or (table := view.gradients.get(f"{layer}.weight")) is None:
+            return
+        ids, true = set(looked_up(table).tolist()), set(truth.x.unique().tolist())
+        yield Finding(
+            attack="tokens in the table",
+            layer=layer,
+            found=len(ids & true),
+            of=len(true),
+            false=len(ids - true),
+            figure=f"{len(ids & true)} of {len(true)} tokens",
+        )
+
+    def _texts(self, view: View, truth: Truth) -> Iterator[Finding]:
+        if truth.vocabulary is None or self._places.tokens is None:
+            return
+        texts, positions = truth.x.shape
+        about = {"vocabulary": truth.vocabulary, "positions": positions, "texts": texts}
+        found = read_texts(self._model, view.gradients, **about, generator=_generator())
+        back, true = ({tuple(text) for text in t.tolist()} for t in (found, truth.x))
+        yield Finding(
+            attack="texts by spans",
+            layer="attention",
+            found=len(back & true),
+            of=len(true),
+            false=len(back - true),
+            figure=f"{len(back & true)} of {len(true)} texts",
+        )
+
+    # -- labels -----------------------------------------------------------------------------------
+
+    def _labels(self, view: View, truth: Truth) -> Iterator[Finding]:
+        layer = self._places.labels
+        if layer is None or (seen := self._of_layer(view, layer)) is None:
+            return
+        # A sum over sites is of means, each over as many rows.
+        weight, bias = (t / view.sites for t in seen)
+        rows = len(truth.y)
+        counts = label_counts(*self._own(layer), weight, bias, rows)
+        true = torch.bincount(truth.y, minlength=len(bias))
+        right = int(torch.minimum(counts, true).sum())
+        even = torch.full((len(bias),), rows / len(bias))
+        yield Finding(
+            attack="labels",
+            layer=layer,
+            found=right,
+            of=rows,
+            guessed=float(torch.minimum(even, true).sum()),
+            false=rows - right,
+            figure=f"{right} of {rows} labels",
+        )
+
+    # -- members ----------------------------------------------------------------------------------
+
+    def _members_by_span(self, view: View, truth: Truth) -> Iterator[Finding]:
+        layer = self._places.data
+        if layer is None or (gradient := view.gradients.get(f"{layer}.weight")) is None:
+            return
+        span = span_of(gradient, rounding=view.rounding)
+        members = span.contains(truth.x.flatten(1))
+        canaries = span.contains(truth.outside[0].flatten(1))
+        yield Finding(
+            attack="members by the span",
+            layer=layer,
+            found=int(members.sum()),
+            of=len(members),
+            false=int(canaries.sum()),
+            canaries=len(canaries),
+            figure=f"{int(members.sum())} of {len(members)} members",
+        )
+
+    def _members_by_products(self, view: View, truth: Truth) -> Iterator[Finding]:
+        tried = slice(_MOST_MEMBERS)  # each takes a backward
+        members = self._scores(view, truth.x[tried], truth.y[tried])
+        others = self._scores(view, *truth.outside)
+        found = auc(members, others)
+        yield Finding(
+            attack="members by products",
+            layer="all",
+            found=found,
+            of=0,
+            deviation=auc_deviation(len(members), len(others)),
+            canaries=len(others),
+            figure=f"AUC {found:.2f}",
+        )
+
+    def _scores(self, view: View, x: Tensor, y: Tensor) -> Tensor:
+        own = [self._gradients(a[None], b[None]) for a, b in zip(x, y, strict=True)]
+        return membership_scores(view.gradients, own)
+
+    def _gradients(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        named = {n: p for n, p in self._judge.named_parameters() if p.requires_grad}
+        loss = cross_entropy(self._judge(x), y)
+        found = torch.autograd.grad(loss, [*named.values()], allow_unused=True)
+        return {n: g for n, g in zip(named, found, strict=True) if g is not None}
+
+    # -- the last resort --------------------------------------------------------------------------
+
+    def _inputs_by_matching(self, view: View, truth: Truth) -> Iterator[Finding]:
+        if not truth.x.is_floating_point() or not view.gradients:
+            return
+        y = truth.y  # whether these come back is another line
+
+        def loss(output: Tensor) -> Tensor:
+            return cross_entropy(output, y)
+
+        shape = tuple(truth.x.shape)
+        back = matched(self._model, view.gradients, shape, loss, generator=_generator())
+        pairs = [*zip(truth.x, back, strict=True)]
+        quality = sum(psnr_db(b, t) for t, b in pairs) / len(pairs)
+        told = f"PSNR {quality:.0f} dB"
+        if truth.x.ndim == 4:
+            told += f", SSIM {sum(ssim(b, t) for t, b in pairs) / len(pairs):.2f}"
+        seen = sum(psnr_db(b, t) > RECOGNISABLE_DB for t, b in pairs)
+        yield Finding(
+            attack="inputs by matching",
+            layer="all",
+            found=seen,
+            of=len(pairs),
+            figure=told,
+            pictures=pairs,
+        )
+
+
+RECOGNISABLE_DB = 20.0
+"""PSNR from which on an input counts as found by matching."""
+_SHOWN = 8
+
+
+def _of_rows(attack: str, layer: str, found: Tensor, truth: Truth) -> Finding:
+    true = truth.x.flatten(1)
+    back, false = rows_back(found, true, CLOSE)
+    exact, _ = rows_back(found, true)
+    pictures: list[tuple[Tensor, Tensor]] = []
+    if len(found):
+        nearest_NI, errors_N = nearest(found, true)
+        best = errors_N.argsort()[:_SHOWN].tolist()
+        pictures = [(truth.x[n], nearest_NI[n].view(truth.x.shape[1:])) for n in best]
+    return Finding(
+        attack=attack,
+        layer=layer,
+        found=back,
+        exact=exact,
+        of=len(true),
+        false=false,
+        figure=f"{back} of {len(true)} rows" + f", {exact} exactly" * (exact < back),
+        pictures=pictures,
+    )
+
+
+def without_pictures(finding: Finding) -> Finding:
+    """Returns a finding to be kept in a file."""
+    return replace(finding, pictures=())
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(SEED)

@@ -1,0 +1,133 @@
+"""Command ``outergrad audit``."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from outergrad._whole_files import write_whole
+from outergrad.launch.console import errors_in_one_line, step_bars
+from outergrad.launch.errors import RecipeError
+from outergrad.tools.audit.audit import Question, Seen, audit
+from outergrad.tools.audit.page import write_audit
+from outergrad.tools.audit.table import findings_table
+from outergrad.tools.audit.verdict import verdict
+from outergrad.tools.commands.options import METHOD_HELP
+from outergrad.tools.plan.subject import known
+
+WIDTH = 160
+"""Columns of output that is not written to a terminal."""
+AUDITED = "dense,dad,dad-activations,edad,rank-dad:rank=4:reduce=all_reduce,sparse"
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "--workload",
+        help=f"One of {', '.join(known())}; or module:factory, a function of your own that is "
+        "given the number of rows and returns (model, inputs, labels), for cross-entropy.",
+    ),
+]
+Methods = Annotated[
+    str,
+    typer.Option(
+        help=f"With commas, of: {METHOD_HELP}. dense@8 is under differential privacy with ε 8 in "
+        "one step."
+    ),
+]
+Rows = Annotated[str, typer.Option(help="Batch sizes of a site, with commas.")]
+Positions = Annotated[
+    int | None,
+    typer.Option(help="Cut texts to so many tokens.", show_default="as long as they are"),
+]
+Matching = Annotated[
+    bool,
+    typer.Option(
+        "--matching", help="Match inputs by optimisation, too, for up to 2 rows: it takes minutes."
+    ),
+]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="PyTorch's.", show_default="as PyTorch chooses")
+]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", help="Page with the truth beside what came back.", dir_okay=False),
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="File that gets all of it.", dir_okay=False)
+]
+
+
+def audit_command(
+    model: Model = "mlp",
+    methods: Methods = AUDITED,
+    rows: Rows = "1,8,32",
+    positions: Positions = None,
+    matching: Matching = False,
+    threads: Threads = None,
+    out: Out = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Attack what each method sends, and show what came back of the data.
+
+    Three sites run here in one process, on one step. Attacks get what leaves a site, as its
+    receivers decode it, and the model.
+    """
+    with errors_in_one_line():
+        question = Question(
+            model=model,
+            methods=tuple(map(str.strip, methods.split(","))),
+            rows=_numbers(rows),
+            positions=positions,
+            matching=matching,
+        )
+        if threads is not None:
+            torch.set_num_threads(threads)
+        seen = _watched(question)
+        show(seen)
+        if out is not None:
+            _save(out, "-o", lambda: write_audit(question, seen, out))
+            print(f"The truth beside what came back: {out.resolve()}")
+        if json_file is not None:
+            told = json.dumps([one.as_dict() for one in seen], indent=1) + "\n"
+            _save(json_file, "--json", lambda: write_whole(json_file, told))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise RecipeError(f"--rows {text}: write batch sizes with commas, as 1,8,32") from None
+
+
+def _watched(question: Question) -> list[Seen]:
+    with step_bars(shown=True) as bars:
+        cases = len(question.methods) * len(question.rows)
+        task = bars.add_task(question.model, total=cases)
+
+        def progress(told: str) -> None:
+            bars.update(task, advance=1, description=f"{question.model}: {told}")
+
+        return audit(question, progress)
+
+
+def show(seen: list[Seen]) -> None:
+    """Prints an audit: its table and its sentences."""
+    console = Console()
+    console = console if console.is_terminal else Console(width=WIDTH)
+    console.print(findings_table(seen))
+    for one in {one.method: one for one in seen if one.refused}.values():
+        console.print(f"{one.method} was refused: {one.refused}", highlight=False)
+    for sentence in verdict(seen):
+        console.print(sentence, highlight=False)
+
+
+def _save(path: Path, option: str, write: Callable[[], object]) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise RecipeError(f"{option} {path}: {error.strerror}") from error
