@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import torch
-
 import outergrad as og
 from outergrad.core.packages import require
 from outergrad.launch.errors import RecipeError
@@ -15,7 +13,7 @@ from outergrad_lab.data import Dataset
 from outergrad_lab.peers.named import attach_of
 from outergrad_lab.training.job import Job
 from outergrad_lab.training.sites import Group, rank_in
-from outergrad_lab.training.split import PoissonBatches, Rows
+from outergrad_lab.training.split import PoissonBatches, Rows, generator_of
 from outergrad_lab.training.training import Training, start
 
 
@@ -80,12 +78,11 @@ class Privacy:
             ImportError: Opacus is not installed.
             RecipeError: The method cannot be used with privacy.
         """
-        generator = torch.Generator().manual_seed((1 + rank_in(group) << 32) + job.seed)
         private = og.Private(
             clip=self.clip,
             noise=self.release.noise,
             batch=job.batch_size * job.sites,
-            generator=generator,
+            generator=generator_of(job.seed, rank_in(group)),
         )
         options = {"transform": private}
         training = start(job, data, rows_by_site, group=group, options=options, steps=self.steps)

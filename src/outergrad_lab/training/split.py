@@ -128,6 +128,11 @@ PROPORTIONAL = {"unequal"}
 """Splits with which a site's batch is in proportion to its rows."""
 
 
+def generator_of(*numbers: int) -> torch.Generator:
+    """Returns a generator of its own for these numbers; PyTorch's keeps 32 bits of a seed alone."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batches:
     """Batches of one or more sites, the same wherever they are drawn.
@@ -178,9 +183,7 @@ class Batches:
     def _order(self, site: int, epoch: int) -> Tensor:
         """Returns the row numbers of one site, (steps, batch_sizes[site])."""
         rows, size = self.rows_by_site[site], self.batch_sizes[site]
-        seed = np.random.SeedSequence((self.seed, epoch, site)).generate_state(1)
-        generator = torch.Generator().manual_seed(int(seed[0]))
-        order = rows[torch.randperm(len(rows), generator=generator)]
+        order = rows[torch.randperm(len(rows), generator=generator_of(self.seed, epoch, site))]
         return order[: self.steps * size].view(self.steps, size)
 
 
