@@ -114,10 +114,10 @@ def _halving(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
 def build_plain_convolutions(
     format: Format, widths: Sequence[int], activation: Activation
 ) -> nn.Sequential:
-    """Builds two strided convolutions and a hidden layer, all of whose gradients are by sample.
+    """Builds two strided convolutions and a hidden layer, without norms.
 
-    It has no norms, so that it can be trained with differential privacy. The paper (Papernot et
-    al., arXiv 2007.14191, table 1) has widths 16, 32 and 32, and tanh.
+    It is the network of papers on differential privacy (Papernot et al., arXiv 2007.14191, table
+    1), which has widths 16, 32 and 32, and tanh.
 
     Args:
         format: Form of the images, of 14 x 14 pixels at least.
