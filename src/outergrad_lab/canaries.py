@@ -23,9 +23,9 @@ training: Steinke et al., arXiv 2305.08846.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, log
 
 import torch
 from torch import Tensor, nn
@@ -166,11 +166,10 @@ def _split(scores: Tensor, there: Tensor) -> _Split:
 
 
 def _thresholds(found: _Split) -> list[float]:
-    """Returns scores of which ever fewer of those who were not there are above."""
+    """Returns scores that ever fewer of those who were not there exceed, down to none."""
     _, absent = found
-    shares = 2.0 ** -(torch.arange(1, 60, dtype=torch.float64) ** 0.5)
-    places = (len(absent) * (1 - shares)).long()
-    return [*absent[places.unique()].tolist(), absent[-1].item() + 1e-9]
+    above = torch.logspace(0, math.log10(len(absent) / 2), 80, dtype=torch.float64).long() - 1
+    return absent[len(absent) - 1 - above.unique()].tolist()
 
 
 def _bound(found: _Split, threshold: float, delta: float) -> float:
@@ -179,7 +178,7 @@ def _bound(found: _Split, threshold: float, delta: float) -> float:
         for scores in found
     )
     least, most = lowest_share(*there) - delta, highest_share(*absent)
-    return log(least / most) if least > 0 else -inf
+    return math.log(least / most) if least > 0 else -math.inf
 
 
 def lowest_share(hits: int, trials: int) -> float:
