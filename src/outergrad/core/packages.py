@@ -16,6 +16,7 @@ REQUIREMENTS = {
     "lightning": "lightning>=2.6.6",
     "matplotlib": "matplotlib>=3.8",
     "nvflare": "nvflare>=2.9,<2.10",
+    "opacus": "opacus>=1.6",
     "pandas": "pandas>=2.2",
     "plotly": "plotly>=6.0",
     "psutil": "psutil>=5.9",

@@ -32,6 +32,7 @@ MEASURED = (
     *("picked", "norm_share"),
     *("loss_gap", "gap_share", "bytes_share", "steps_to", "fewer_near"),
     *("validation_loss", "hours", "line_bytes", "fewer_line", "quicker", "cut_s"),
+    *("noise", "site_epsilon"),
 )
 """Columns of `finals` that are no settings."""
 
@@ -193,7 +194,7 @@ def _outcome(result: Result) -> Settings:
     total = last.get("sent_bytes")
     return {
         **_only(last, "accuracy", "auc", "validation_loss"),
-        **_only(result, "compute_s"),
+        **_only(result, "compute_s", "noise", "site_epsilon"),
         "losses": losses,
         "test_loss": last.get("loss"),
         "train_loss": losses[-_LAST:].mean() if len(losses) else math.nan,

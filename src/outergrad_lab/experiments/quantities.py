@@ -103,11 +103,14 @@ QUANTITIES = {
     "norm_share": Quantity("share of the norm", "%", 1),
     "kept_rank": Quantity("rank that is kept", decimals=1),
     "effective_rank": Quantity("effective rank", decimals=1),
+    "noise": Quantity("noise multiplier", decimals=2),
+    "site_epsilon": Quantity("ε against a site", decimals=2),
 }
 """Quantities by the names that experiments use."""
 
 _SETTINGS = {
     "batch_size": "batch size",
+    "epsilon": "ε",
     "lr": "learning rate",
     "iterations": "power iterations",
     "rtt": "round trip",

@@ -1,6 +1,6 @@
 """Tasks of kind "training": a model over sites that are threads of this process."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -27,9 +27,10 @@ from outergrad_lab.experiments.hospitals import (
     scores,
     seen_at,
 )
+from outergrad_lab.experiments.private import Privacy, require_private
 from outergrad_lab.experiments.task import Context, Settings, at_least, read
 from outergrad_lab.peers.named import sites_differ
-from outergrad_lab.training.job import Job
+from outergrad_lab.training.job import Job, require
 from outergrad_lab.training.sites import Group, mean_over_sites
 from outergrad_lab.training.split import Rows
 from outergrad_lab.training.training import Training, start
@@ -51,6 +52,9 @@ class TrainingWork(Job):
         workload: Name of the training, where an experiment has several.
         validation: Percentage of training rows that a site keeps for validation; it is then tested
             on test rows of its own.
+        epsilon: ε of a training with differential privacy; None without.
+        delta: Its δ.
+        clip: Its largest norm of a row's gradient.
     """
 
     steps: int | None = at_least(1, None)
@@ -61,6 +65,9 @@ class TrainingWork(Job):
     precision: str = "float32"
     workload: str | None = None
     validation: int | None = at_least(1, None)
+    epsilon: float | None = None
+    delta: float = 1e-5
+    clip: float = 1.0
 
     @classmethod
     def of(cls, settings: Settings) -> "TrainingWork":
@@ -79,6 +86,9 @@ class TrainingWork(Job):
         super().__post_init__()
         if self.precision not in _PRECISIONS:
             raise RecipeError(f"precision must be one of {', '.join(_PRECISIONS)}")
+        if self.epsilon is not None:
+            require_private(self)
+            require(self.steps is not None, "steps", "given, with epsilon", self)
 
     @property
     def differ(self) -> bool:
@@ -95,8 +105,19 @@ class TrainingWork(Job):
         """Trains at every site; one step of progress for each of the training."""
         with _in_precision(_PRECISIONS[self.precision]) as dtype:
             data = _loaded(self.data, context.data_dir).to(dtype)
-            site = partial(_site, self, data, *dealt(self, data, self.validation), context)
-            return _summary(simulate(site, 1 if self.method == "pooled" else self.sites))
+            rows_by_site, hospitals = dealt(self, data, self.validation)
+            privacy = self._privacy(sum(map(len, rows_by_site)))
+            begin = partial(_start, self, privacy, data, rows_by_site)
+            site = partial(_site, self, begin, hospitals, context)
+            found = _summary(simulate(site, 1 if self.method == "pooled" else self.sites))
+            return found | (privacy.told() if privacy else {})
+
+    def _privacy(self, rows: int) -> Privacy | None:
+        if self.epsilon is None:
+            return None
+        assert self.steps is not None
+        terms = {"epsilon": self.epsilon, "delta": self.delta, "clip": self.clip}
+        return Privacy.of(self, rows, self.steps, **terms)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,10 +172,21 @@ def _loaded(name: str, data_dir: Path) -> Dataset:
     return load(name, data_dir)
 
 
-def _site(
+def _start(
     work: TrainingWork,
+    privacy: Privacy | None,
     data: Dataset,
     rows_by_site: Rows,
+    group: ProcessGroup,
+) -> Training:
+    if privacy is None:
+        return start(work, data, rows_by_site, group=group, steps=work.steps)
+    return privacy.start(work, data, rows_by_site, group)
+
+
+def _site(
+    work: TrainingWork,
+    begin: Callable[[ProcessGroup], Training],
     hospitals: Sequence[Hospital],
     context: Context,
     group: ProcessGroup,
@@ -162,7 +194,7 @@ def _site(
 ) -> Course:
     first = group.rank() == 0
     own = hospitals[group.rank() :: group.size()]  # all, if one model learns from all
-    with closing(start(work, data, rows_by_site, group=group, steps=work.steps)) as training:
+    with closing(begin(group)) as training:
         steps = work.steps or work.epochs * training.batches.steps
         course = Course(sum(p.numel() for p in training.replica.model.parameters()))
         marks = work.marks(steps)

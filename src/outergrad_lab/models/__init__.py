@@ -14,10 +14,11 @@ from outergrad_lab.models.small import (
     Activation,
     build_cnn,
     build_mlp,
+    build_plain_convolutions,
     build_recurrent,
     build_two_convolutions,
 )
-from outergrad_lab.models.transformers import build_encoder, build_gpt, build_vit
+from outergrad_lab.models.transformers import build_bag, build_encoder, build_gpt, build_vit
 
 INPUTS: dict[str, Callable[[Format], bool]] = {
     "values": lambda format: not format.tokens,
@@ -89,9 +90,16 @@ MODELS: dict[str, Model] = {
         widths=(128,),
         activation="gelu",
     ),
+    "bag": Model(inputs="tokens with a label per row", build=build_bag, widths=(32,)),
     "gpt": Model(inputs="tokens with a label each", build=build_gpt, widths=(256,)),
     "cnn": Model(inputs="images", build=build_cnn),
     "two-convolutions": Model(inputs="images", build=build_two_convolutions, widths=(16, 32, 256)),
+    "plain-convolutions": Model(
+        inputs="images",
+        build=build_plain_convolutions,
+        widths=(16, 32, 32),
+        activation="tanh",
+    ),
 }
 
 

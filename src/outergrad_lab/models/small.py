@@ -111,6 +111,35 @@ def _halving(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
     return _conv(inputs, outputs, 5, 1), norm, nn.ReLU(), nn.MaxPool2d(2)
 
 
+def build_plain_convolutions(
+    format: Format, widths: Sequence[int], activation: Activation
+) -> nn.Sequential:
+    """Builds two strided convolutions and a hidden layer, without norms.
+
+    It is the network of papers on differential privacy (Papernot et al., arXiv 2007.14191, table
+    1), which has widths 16, 32 and 32, and tanh.
+
+    Args:
+        format: Form of the images, of 14 x 14 pixels at least.
+        widths: Channels of both convolutions, and features of the hidden layer.
+        activation: Makes the module behind each of them.
+    """
+    (channels, *sides), (first, second, hidden) = format.shape, widths
+    pixels = prod((side // 2 - 5) // 2 for side in sides)
+    return nn.Sequential(
+        nn.Conv2d(channels, first, 8, stride=2, padding=3),
+        activation(),
+        nn.MaxPool2d(2, stride=1),
+        nn.Conv2d(first, second, 4, stride=2),
+        activation(),
+        nn.MaxPool2d(2, stride=1),
+        nn.Flatten(),
+        nn.Linear(second * pixels, hidden),
+        activation(),
+        nn.Linear(hidden, format.classes),
+    )
+
+
 class LastState(nn.Module):
     """A recurrent layer whose output after the last step is classified."""
 

@@ -72,6 +72,26 @@ class TextEncoder(nn.Module):
         return self.head(_mean(self.norm(hidden), ~padding))
 
 
+class TextBag(nn.Module):
+    """A linear classifier of the mean embedding of a text, as fastText is.
+
+    Source: Joulin et al., arXiv 1607.01759.
+    """
+
+    def __init__(self, format: Format, width: int) -> None:
+        super().__init__()
+        assert format.vocabulary is not None
+        self.token = nn.Embedding(format.vocabulary, width)
+        self.head = nn.Linear(width, format.classes)
+        nn.init.normal_(self.token.weight, std=0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Maps token ids (rows, positions) to logits (rows, classes)."""
+        counted = ids != PADDING
+        counted[:, 0] = True  # the mean needs a token, also of an empty text
+        return self.head(_mean(self.token(ids), counted))
+
+
 def _mean(hidden: Tensor, counted: Tensor) -> Tensor:
     """Returns the mean over counted positions, (rows, positions, width) to (rows, width)."""
     weights = counted.to(hidden.dtype)
@@ -163,6 +183,11 @@ def build_gpt(format: Format, widths: Sequence[int], _activation: Activation) ->
         RecipeError: The width is not that of four heads.
     """
     return GPT(format, _of_four_heads("gpt", widths))
+
+
+def build_bag(format: Format, widths: Sequence[int], _activation: Activation) -> TextBag:
+    """Builds a linear classifier of mean embeddings with ``widths[0]`` features."""
+    return TextBag(format, *widths)
 
 
 def build_encoder(format: Format, widths: Sequence[int], activation: Activation) -> TextEncoder:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from outergrad.launch.errors import RecipeError
+from outergrad.private import PoissonSampler
 from outergrad_lab.data import Dataset
 
 ROUNDS = 200
@@ -127,6 +128,11 @@ PROPORTIONAL = {"unequal"}
 """Splits with which a site's batch is in proportion to its rows."""
 
 
+def generator_of(*numbers: int) -> torch.Generator:
+    """Returns a generator of its own for these numbers; PyTorch's keeps 32 bits of a seed alone."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batches:
     """Batches of one or more sites, the same wherever they are drawn.
@@ -177,10 +183,40 @@ class Batches:
     def _order(self, site: int, epoch: int) -> Tensor:
         """Returns the row numbers of one site, (steps, batch_sizes[site])."""
         rows, size = self.rows_by_site[site], self.batch_sizes[site]
-        seed = np.random.SeedSequence((self.seed, epoch, site)).generate_state(1)
-        generator = torch.Generator().manual_seed(int(seed[0]))
-        order = rows[torch.randperm(len(rows), generator=generator)]
+        order = rows[torch.randperm(len(rows), generator=generator_of(self.seed, epoch, site))]
         return order[: self.steps * size].view(self.steps, size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoissonBatches(Batches):
+    """Batches with each row in them with the same probability, independently; some are empty.
+
+    `batch_sizes` are expected ones, and none are needed. A batch of several sites is the union of
+    those that each of them draws.
+
+    Attributes:
+        rate: The probability.
+    """
+
+    rate: float
+
+    @property
+    def weight(self) -> float:
+        """1: a private sum is divided by a number that does not depend on the rows drawn."""
+        return 1.0
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the batches of an epoch, from `start` on."""
+        for drawn in zip(*(self._drawn(site, number, start) for site in self.sites), strict=True):
+            rows = torch.cat(drawn)
+            yield self.x[rows], self.y[rows]
+
+    def _drawn(self, site: int, epoch: int, start: int) -> Iterator[Tensor]:
+        rows = self.rows_by_site[site]
+        sampler = PoissonSampler(len(rows), self.rate, site=site, steps=self.steps, seed=self.seed)
+        sampler.go_to(epoch * self.steps + start)
+        for numbers in sampler:
+            yield rows[torch.tensor(numbers, dtype=torch.int64)]
 
 
 def batch_sizes(split: str, rows_by_site: Rows, batch_size: int) -> list[int]:

@@ -71,3 +71,12 @@ def test_rows_to_choose_by_decide_where_sites_keep_some():
 
     best = best_values([kept(0.001, 0.2, 0.5), kept(0.01, 0.3, 0.1)], "lr")
     assert list(best.values()) == [0.001]
+
+
+def test_of_private_trainings_the_most_accurate_is_best():
+    about = {**SAME, "method": "dad", "seed": 4, "epsilon": 3}
+    results = [
+        training([1.0], tests=[{**a_test(1, 100, loss=loss), "accuracy": right}], lr=lr, **about)
+        for lr, loss, right in [(0.001, 1.0, 0.7), (0.01, 2.0, 0.9), (0.1, 3.0, 0.8)]
+    ]
+    assert best_values(results, "lr") == {group(about, "lr"): 0.01}

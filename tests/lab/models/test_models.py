@@ -89,6 +89,7 @@ PLACES = {  # formats, widths
     "lstm": ("sequences", (8, 5)),
     "vit": ("images", ()),
     "encoder": ("texts", (8,)),
+    "plain-convolutions": ("grey images", (8, 5, 6)),
 }
 
 
@@ -173,3 +174,9 @@ def test_an_mlp_has_the_widths_that_were_asked_for(widths):
 
 def test_the_output_is_linear():
     assert isinstance(mlp((5, 7, 2))[-1], nn.Linear)
+
+
+def test_a_bag_does_not_see_padding():
+    model = build_model("bag", FORMATS["texts"], (8,))
+    short, long = torch.tensor([[3, 4, 0, 0, 0, 0]]), torch.tensor([[3, 4, 3, 4, 3, 4]])
+    torch.testing.assert_close(model(short), model(long))

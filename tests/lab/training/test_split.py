@@ -11,6 +11,7 @@ from outergrad_lab.data import Dataset
 from outergrad_lab.training.split import (
     SPLITS,
     Batches,
+    PoissonBatches,
     batch_sizes,
     class_split,
     even_split,
@@ -177,3 +178,33 @@ def test_the_site_with_the_fewest_batches_sets_the_steps():
 def test_a_site_that_cannot_fill_a_batch_is_named():
     with pytest.raises(RecipeError, match="site 1 has 7 rows, too few for --batch-size 8"):
         full_batches([torch.arange(50), torch.arange(7)], (8, 8))
+
+
+def poisson(sites, steps=50):
+    rows = even_split(DATA, 2, 0)
+    x = torch.arange(len(LABELS))
+    about = {"batch_sizes": [10, 10], "steps": steps, "seed": 3, "rate": 0.2}
+    return PoissonBatches(x=x, y=LABELS, rows_by_site=rows, sites=sites, **about)
+
+
+def test_poisson_batches_of_several_sites_are_the_unions_of_theirs():
+    both, *each = (poisson(sites) for sites in ([0, 1], [0], [1]))
+    for (x, y), *parts in zip(both.epoch(2), *(one.epoch(2) for one in each), strict=True):
+        assert x.equal(torch.cat([part for part, _ in parts]))
+        assert y.equal(LABELS[x])
+
+
+def test_poisson_batches_have_each_row_at_the_rate_and_differ():
+    batches = [x for number in range(4) for x, _ in poisson([0, 1]).epoch(number)]
+    counts = torch.cat(batches).bincount(minlength=len(LABELS))
+    assert counts.sum() / (200 * len(LABELS)) == pytest.approx(0.2, abs=0.01)
+    assert counts.min() > 20
+    assert len({len(x) for x in batches}) > 5
+    assert all(len(x.unique()) == len(x) for x in batches)
+
+
+def test_poisson_batches_go_on_within_an_epoch():
+    whole, rest = [*poisson([0]).epoch(1)], [*poisson([0]).epoch(1, start=30)]
+    assert len(rest) == 20
+    for (expected, _), (found, _) in zip(whole[30:], rest, strict=True):
+        assert found.equal(expected)
