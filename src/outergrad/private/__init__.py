@@ -2,12 +2,20 @@
 
 from outergrad.private.calibration import noise_for
 from outergrad.private.ledger import BudgetSpentError, Ledger, Release, Run
-from outergrad.private.samplers import CollateEmpty, FixedSampler, PoissonSampler, sampling_of
-from outergrad.private.sampling import Fixed, Poisson
+from outergrad.private.samplers import (
+    CollateEmpty,
+    CyclicPoissonSampler,
+    FixedSampler,
+    PoissonSampler,
+    sampling_of,
+)
+from outergrad.private.sampling import CyclicPoisson, Fixed, Poisson
 
 __all__ = [
     "BudgetSpentError",
     "CollateEmpty",
+    "CyclicPoisson",
+    "CyclicPoissonSampler",
     "Fixed",
     "FixedSampler",
     "Ledger",
