@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -39,6 +39,25 @@ class SampleRows(NamedTuple):
     samples_N: Tensor | None = None
 
 
+class Projection(Protocol):
+    """Linear function that keeps of a weight's gradient what the method will send of it.
+
+    It follows from settings and from sums that all sites have seen, of the steps before.
+    """
+
+    def coordinates(self, matrix_OI: Tensor) -> Tensor:
+        """Returns the numbers that are sent of a gradient."""
+        ...
+
+    def matrix(self, coordinates: Tensor) -> Tensor:
+        """Returns the gradient, (O, I), of which these numbers are all."""
+        ...
+
+    def squared_norms(self, d_BLO: Tensor, a_BLI: Tensor) -> Tensor:
+        """Squared norms of the coordinates of each sample's product `d_bᵀ a_b`, (B,)."""
+        ...
+
+
 @dataclass(frozen=True)
 class SiteGradient:
     """This site's own gradient, or the part of it that a transform receives in one call.
@@ -56,6 +75,8 @@ class SiteGradient:
         sites: S, the number of sites in this step, over which results are averaged.
         layers: number of parts that the whole gradient has: of the calls per step, if the transform
             does not need all layers at once.
+        sent: what the method will send, by the full name of a weight that has rows of one slot;
+            for a transform with `sent_only`. Norms of samples are then those of what is sent.
     """
 
     rows: Mapping[Slot, SampleRows]
@@ -64,6 +85,7 @@ class SiteGradient:
     samples: int = 0
     sites: int = 1
     layers: int = 1
+    sent: Mapping[str, Projection] = field(default_factory=dict)
 
 
 class GradientTransform(Protocol):
@@ -112,6 +134,11 @@ class GradientTransform(Protocol):
         anything but a part of a sum: gathered payloads, and error feedback; and sites do not tell
         each other how many rows a layer had.
         """
+        return False
+
+    @property
+    def sent_only(self) -> bool:
+        """True if it asks what the method will send (`SiteGradient.sent`); it may be missing."""
         return False
 
     def __call__(self, gradient: SiteGradient) -> SiteGradient:

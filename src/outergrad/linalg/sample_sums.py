@@ -58,7 +58,8 @@ class SampleSums:
     def __init__(self, gradient: SiteGradient) -> None:
         rows, samples = gradient.rows, gradient.samples
         alone = [slots[0] for slots in together(rows) if len(slots) == 1]
-        kept = [slot for slot in alone if _pays(slot, rows[slot], samples)]
+        whole = [slot for slot in alone if slot.weight not in gradient.sent]
+        kept = [slot for slot in whole if _pays(slot, rows[slot], samples)]
         self._kept = {slot: _Products.of(slot, rows[slot], samples) for slot in kept}
         others = {slot: part for slot, part in rows.items() if slot not in self._kept}
         self._gradient, self._others = gradient, replace(gradient, rows=others)

@@ -63,6 +63,11 @@ class Private:
         rate: of "adaptive": step of log C per unit by which that share is wrong.
         count_noise: of "adaptive": standard deviation of the noise on the number of samples that
             stay, over all sites; None for a twentieth of `batch`.
+        sent_only: whether norms are those of what the method sends of a gradient, and noise is
+            drawn for that alone, where all sites know it before the step: with
+            `og.RankDAD(reduce="alternate")` the directions that the last sum has left, with
+            `og.Sparse(select="random_blocks")` the entries that are drawn (docs/private.md, "Clip
+            what is sent"). Choose it with these methods: samples lose less to `clip`.
         bands: b: a step takes back a part of the noise of the b - 1 steps before, so that sums of
             many steps have less of it (docs/private.md, "Noise in bands"). Choose it for few epochs
             at an ε that is not small, with `og.private.CyclicPoissonSampler(..., parts=b)` alone.
@@ -83,6 +88,7 @@ class Private:
     quantile: float = 0.5
     rate: float = 0.2
     count_noise: float | None = None
+    sent_only: bool = False
     bands: int = 1
     secure: bool = False
     generator: torch.Generator | None = field(default=None, repr=False, compare=False)
@@ -106,6 +112,9 @@ class Private:
         self._require(isinstance(self.bands, int) and self.bands >= 1, "bands", "1 or more")
         follows = self.bands == 1 or (self.noise > 0 and self.clipping != "adaptive")
         self._require(follows, "bands", "1 without noise, and with clipping='adaptive'")
+        self._require(not self.sent_only or self.noise > 0, "sent_only", "False without noise")
+        apart = not self.sent_only or self.bands == 1
+        self._require(apart, "bands", "1 with sent_only: what is sent changes from step to step")
         alone = self.generator is None or not self.secure
         self._require(alone, "generator", "None with secure=True")
         least = self.noise / 2 if self.clipping == "adaptive" else 0.0
@@ -176,8 +185,12 @@ class Private:
 
     @property
     def accumulates(self) -> bool:
-        """True but with "adaptive": clipped sums of several passes add up, with noise once."""
-        return self.clipping != "adaptive"
+        """True if clipped sums of several passes add up, with noise once.
+
+        Not with "adaptive", nor with `sent_only`: should directions change in between, what was
+        added before would have no noise on it.
+        """
+        return self.clipping != "adaptive" and not self.sent_only
 
     @torch.no_grad()
     def partial(self, gradient: SiteGradient) -> SiteGradient:
@@ -206,15 +219,20 @@ class Private:
 
     def _noisy(self, gradient: SiteGradient, deviation: float) -> SiteGradient:
         noisy = {
-            name: self._with_noise(name, widened(g), deviation, gradient.sites).to(g.dtype)
+            name: self._with_noise(name, widened(g), deviation, gradient).to(g.dtype)
             for name, g in gradient.formed.items()
         }
         return replace(gradient, formed=noisy)
 
-    def _with_noise(self, name: str, g: Tensor, deviation: float, sites: int) -> Tensor:
+    def _with_noise(self, name: str, g: Tensor, deviation: float, gradient: SiteGradient) -> Tensor:
+        """Adds noise to a sum: to all of it, or to what is sent of it, which is what is left."""
+        sent = gradient.sent.get(name)
+        if sent is not None:
+            numbers = add(self._source, sent.coordinates(g.flatten(1)), deviation)
+            return sent.matrix(numbers).view(g.shape)
         if self.bands == 1:
             return add(self._source, g, deviation)
-        return g + deviation * self._banded.draw(self._source, name, g, sites)
+        return g + deviation * self._banded.draw(self._source, name, g, gradient.sites)
 
     # -- adaptive clipping ------------------------------------------------------------------------
 
