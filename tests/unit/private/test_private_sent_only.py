@@ -234,9 +234,8 @@ def test_several_passes_are_refused():
         model = mlp(40, 48, 32)
         private = og.Private(**PRIVATE)
         session = og.distribute(model, METHODS["blocks"], group=group, transform=private)
-        loss = model(torch.ones(2, 40)).square().mean()
-        with session.no_sync(), pytest.raises(RuntimeError, match="Private"):
-            loss.backward()
+        with pytest.raises(RuntimeError, match="not kept over"), session.no_sync():
+            pass
         session.detach()
 
     run_on_lasting_groups(2, body)
