@@ -110,7 +110,7 @@ class Compressor(GatheredPayload, ResidualStore, Protocol):
     # -- for transforms -------------------------------------------------------------------------
 
     def known(self, unit: Unit, slot: Slot, device: torch.device) -> Projection | None:
-        """What of a formed gradient is sent in this step, where all sites know it before.
+        """Returns what is sent of a formed gradient in this step; None if it is not known before.
 
         Args:
             unit: the unit.

@@ -186,9 +186,9 @@ class Compressors:
         self._of = dict(of)
 
     def known_of(self, unit: Unit, device: torch.device) -> dict[str, Projection]:
-        """What is sent of weights of a unit, where all sites know it before the step.
+        """Returns what is sent of weights of a unit, where all sites know it before the step.
 
-        Of weights to which a single slot adds, in one group, by their full names.
+        By full names, of weights to which a single slot adds, in one group.
         """
         matrices = {matrix.weight: matrix for matrix in unit.matrices}
         found = {}

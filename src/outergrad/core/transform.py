@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -76,7 +76,8 @@ class SiteGradient:
         layers: number of parts that the whole gradient has: of the calls per step, if the transform
             does not need all layers at once.
         sent: what the method will send, by the full name of a weight that has rows of one slot;
-            for a transform with `sent_only`. Norms of samples are then those of what is sent.
+            None where the transform did not ask (`sent_only`). Norms of samples are then those of
+            what is sent.
     """
 
     rows: Mapping[Slot, SampleRows]
@@ -85,7 +86,7 @@ class SiteGradient:
     samples: int = 0
     sites: int = 1
     layers: int = 1
-    sent: Mapping[str, Projection] = field(default_factory=dict)
+    sent: Mapping[str, Projection] | None = None
 
 
 class GradientTransform(Protocol):

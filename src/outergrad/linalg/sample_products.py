@@ -148,7 +148,7 @@ class Lookup(Addend):
 
 
 class Projected(Product):
-    """What is sent of the products of a weight's only slot, which is of one group."""
+    """Products of a weight's only slot, in one group, of which a part is sent."""
 
     def __init__(self, whole: Product, sent: Projection) -> None:
         super().__init__(whole.param, whole.rows, whole.d_BGLO, whole.a_BGLI)

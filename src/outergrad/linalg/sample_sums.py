@@ -58,7 +58,7 @@ class SampleSums:
     def __init__(self, gradient: SiteGradient) -> None:
         rows, samples = gradient.rows, gradient.samples
         alone = [slots[0] for slots in together(rows) if len(slots) == 1]
-        whole = [slot for slot in alone if slot.weight not in gradient.sent]
+        whole = [slot for slot in alone if slot.weight not in (gradient.sent or {})]
         kept = [slot for slot in whole if _pays(slot, rows[slot], samples)]
         self._kept = {slot: _Products.of(slot, rows[slot], samples) for slot in kept}
         others = {slot: part for slot, part in rows.items() if slot not in self._kept}

@@ -125,5 +125,5 @@ def _squared_norms(gradient: SiteGradient, slots: Sequence[Slot]) -> Tensor:
     if not used:
         return widened(gradient.rows[slots[0]].factors.d_GRO).new_zeros(gradient.samples)
     parts = [(slot, gradient.rows[slot]) for slot in used]
-    count, sent = gradient.samples, gradient.sent
+    count, sent = gradient.samples, gradient.sent or {}
     return squared_norms([o for s, p in parts for o in addends(s, p, count, sent.get(s.weight))])

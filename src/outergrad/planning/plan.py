@@ -247,7 +247,7 @@ class Planner:
                     yield slot, residual
 
     def known_of(self, unit: Unit, device: torch.device) -> dict[str, Projection]:
-        """What is sent of weights of a unit, by name, where all sites know it before the step."""
+        """Returns what is sent of a unit's weights, by name, as far as it is known before."""
         return self._compressors.known_of(unit, device)
 
     def owes(self) -> bool:

@@ -226,7 +226,7 @@ class Private:
 
     def _with_noise(self, name: str, g: Tensor, deviation: float, gradient: SiteGradient) -> Tensor:
         """Adds noise to a sum: to all of it, or to what is sent of it, which is what is left."""
-        sent = gradient.sent.get(name)
+        sent = (gradient.sent or {}).get(name)
         if sent is not None:
             numbers = add(self._source, sent.coordinates(g.flatten(1)), deviation)
             return sent.matrix(numbers).view(g.shape)

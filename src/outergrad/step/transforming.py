@@ -106,8 +106,9 @@ class Transforming:
                     samples = max(samples, count)
         in_rows = {name for slot in rows for name in slot.params}
         formed = {name: _gradient(p) for name, p in params.items() if name not in in_rows}
-        sent: dict[str, Projection] = {}
+        sent: dict[str, Projection] | None = None
         if self._known is not None:
+            sent = {}
             for unit in units:
                 if unit.slots and unit.slots[0] in rows:
                     sent |= self._known(unit, self._params[unit.params[0]].device)
