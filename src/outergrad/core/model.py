@@ -188,12 +188,15 @@ class Compressors:
     def known_of(self, unit: Unit, device: torch.device) -> dict[str, Projection]:
         """Returns what is sent of weights of a unit, where all sites know it before the step.
 
-        By full names, of weights to which a single slot adds, in one group.
+        By full names, of matrices to which a single slot adds, in one group.
         """
+        if self.travels_dense(unit):
+            return {}
         matrices = {matrix.weight: matrix for matrix in unit.matrices}
         found = {}
         for slot in unit.slots:
-            fits = slot.groups == 1 and slot.weight_rows is None and not slot.lookup
+            fits = slot.groups == 1 and slot.weight_rows is None
+            fits = fits and not (slot.lookup or slot.vector)
             alone = [other.weight for other in unit.slots].count(slot.weight) == 1
             if fits and alone and slot.weight in matrices:
                 found[slot.weight] = self[unit].known(unit, matrices[slot.weight], device)

@@ -318,7 +318,7 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
     def known(self, unit: Unit, slot: Slot, device: torch.device) -> OnEntries | None:
         """Returns the entries that are drawn for this step; None if the unit travels dense."""
         assert self.cost is not None
-        if not self.sends_known or not self._pays(unit, self.cost.sites):
+        if not self.sends_known or not self.break_even(unit, self.cost.sites):
             return None
         picked = self.entries.picked(self.drawn(slot, self.count(slot), device), slot.numel)
         places_K = picked.of(torch.arange(slot.numel, device=device))

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import outergrad as og
 from outergrad.private import (
+    BudgetSpentError,
     CollateEmpty,
     CyclicPoisson,
     CyclicPoissonSampler,
@@ -208,6 +209,17 @@ def test_several_sites_see_as_much_as_of_independent_noise():
     state = Ledger(1e-5, accountant="rdp")
     state.load_state_dict(ledger.state_dict())
     assert state.runs == ledger.runs
+
+
+def test_a_budget_stops_before_the_step_that_begins_another_turn():
+    allowed = by_hand(rdp.RdpAccountant(), 0.08, 2.0, 3) * 1.001
+    ledger = Ledger(1e-5, accountant="rdp", stop_at=allowed)
+    release = Release(2.0, CYCLIC, bands=8, sequence="one")
+    for _ in range(24):
+        ledger.check(release)
+        ledger.record(release)
+    with pytest.raises(BudgetSpentError):
+        ledger.check(release)
 
 
 def test_noise_for_a_budget():

@@ -173,7 +173,18 @@ def conv():
     return nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(576, 12))
 
 
-@pytest.mark.parametrize("model", [None, conv()], ids=["mlp", "conv"])
+def normed():
+    """A norm's weight is a vector, and a tied one is fed by two slots: both are clipped whole."""
+    first = nn.Linear(192, 96)
+    second = nn.Linear(96, 192)
+    second.weight = nn.Parameter(torch.randn(192, 96) / 10)
+    third = nn.Linear(96, 192)
+    third.weight = second.weight
+    layers = [nn.Flatten(), first, nn.LayerNorm(96), second, nn.ReLU(), nn.Linear(192, 96), third]
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("model", [None, conv(), normed()], ids=["mlp", "conv", "normed"])
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_what_is_clipped_and_noisy_is_what_arrives(method, model):
     """The method loses nothing of it, and noise in all other directions is not needed."""
