@@ -1,6 +1,12 @@
 """Building blocks for transforms of gradients: `og.distribute(..., transform=)`."""
 
-from outergrad.core.transform import GradientTransform, SampleRows, Samples, SiteGradient
+from outergrad.core.transform import (
+    GradientTransform,
+    Projection,
+    SampleRows,
+    Samples,
+    SiteGradient,
+)
 from outergrad.linalg.site_gradient import (
     formed,
     norm,
@@ -12,6 +18,7 @@ from outergrad.linalg.site_gradient import (
 
 __all__ = [
     "GradientTransform",
+    "Projection",
     "SampleRows",
     "Samples",
     "SiteGradient",

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence, Set
 from typing import Protocol
 
+import torch
+
 from outergrad.core.blocks import Replays
 from outergrad.core.cost import CostModel, Whole
 from outergrad.core.reasons import AutoWay, Why
 from outergrad.core.residual_store import ResidualStore
 from outergrad.core.rounds import GatheredPayload, Merger, Sketches
+from outergrad.core.transform import Projection
 from outergrad.core.transport import Capability
-from outergrad.core.types import Link, Route, Unit
+from outergrad.core.types import Link, Route, Slot, Unit
 
 
 class Compressor(GatheredPayload, ResidualStore, Protocol):
@@ -40,6 +43,8 @@ class Compressor(GatheredPayload, ResidualStore, Protocol):
     """True if the method compresses formed gradients of vectors, as matrices of one column."""
     sums_formed: bool = False
     """True if all that a site sends of formed gradients is its part of sums over the sites."""
+    sends_known: bool = False
+    """True if `known` may tell what is sent."""
     needs: Set[Capability] = frozenset()
     """Transport capabilities that this method needs besides those that every method needs."""
     cost: CostModel | None = None
@@ -101,6 +106,18 @@ class Compressor(GatheredPayload, ResidualStore, Protocol):
     def taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
         """True if the layers should capture factors in a forward with these row counts."""
         ...
+
+    # -- for transforms -------------------------------------------------------------------------
+
+    def known(self, unit: Unit, slot: Slot, device: torch.device) -> Projection | None:
+        """Returns what is sent of a formed gradient in this step; None if it is not known before.
+
+        Args:
+            unit: the unit.
+            slot: one of its matrices.
+            device: of its weight.
+        """
+        return None
 
     # -- texts of the coverage table ------------------------------------------------------------
 

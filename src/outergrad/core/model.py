@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 
 from outergrad.core.blocks import Block
@@ -14,6 +15,7 @@ from outergrad.core.choosing import Chooser
 from outergrad.core.compressor import Compressor
 from outergrad.core.reasons import Reason
 from outergrad.core.residual_store import ResidualStore
+from outergrad.core.transform import Projection
 from outergrad.core.types import (
     Inheritance,
     Route,
@@ -182,6 +184,23 @@ class Compressors:
 
     def _reassign(self, of: Mapping[Unit, Compressor]) -> None:
         self._of = dict(of)
+
+    def known_of(self, unit: Unit, device: torch.device) -> dict[str, Projection]:
+        """Returns what is sent of weights of a unit, where all sites know it before the step.
+
+        By full names, of matrices to which a single slot adds, in one group.
+        """
+        if self.travels_dense(unit):
+            return {}
+        matrices = {matrix.weight: matrix for matrix in unit.matrices}
+        found = {}
+        for slot in unit.slots:
+            fits = slot.groups == 1 and slot.weight_rows is None
+            fits = fits and not (slot.lookup or slot.vector)
+            alone = [other.weight for other in unit.slots].count(slot.weight) == 1
+            if fits and alone and slot.weight in matrices:
+                found[slot.weight] = self[unit].known(unit, matrices[slot.weight], device)
+        return {name: sent for name, sent in found.items() if sent is not None}
 
     def step_of(self, units: Sequence[Unit], model: Model) -> Model:
         """Returns the part of the model exchanged in the steps of one compressor's units."""

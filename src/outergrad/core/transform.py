@@ -40,6 +40,25 @@ class SampleRows(NamedTuple):
     samples_N: Tensor | None = None
 
 
+class Projection(Protocol):
+    """Linear function that keeps of a weight's gradient what the method will send of it.
+
+    It follows from settings and from sums that all sites have seen, of the steps before.
+    """
+
+    def coordinates(self, matrix_OI: Tensor) -> Tensor:
+        """Returns the numbers that are sent of a gradient."""
+        ...
+
+    def matrix(self, coordinates: Tensor) -> Tensor:
+        """Returns the gradient, (O, I), of which these numbers are all."""
+        ...
+
+    def squared_norms(self, d_BLO: Tensor, a_BLI: Tensor) -> Tensor:
+        """Squared norms of the coordinates of each sample's product `d_bᵀ a_b`, (B,)."""
+        ...
+
+
 @dataclass(frozen=True)
 class SiteGradient:
     """This site's own gradient, or the part of it that a transform receives in one call.
@@ -57,6 +76,9 @@ class SiteGradient:
         sites: S, the number of sites in this step, over which results are averaged.
         layers: number of parts that the whole gradient has: of the calls per step, if the transform
             does not need all layers at once.
+        sent: what the method will send, by the full name of a weight that has rows of one slot;
+            None where the transform did not ask (`sent_only`). Norms of samples are then those of
+            what is sent.
     """
 
     rows: Mapping[Slot, SampleRows]
@@ -65,6 +87,7 @@ class SiteGradient:
     samples: int = 0
     sites: int = 1
     layers: int = 1
+    sent: Mapping[str, Projection] | None = None
 
 
 class GradientTransform(Protocol):
@@ -113,6 +136,11 @@ class GradientTransform(Protocol):
         anything but a part of a sum: gathered payloads, and error feedback; and sites do not tell
         each other how many rows a layer had.
         """
+        return False
+
+    @property
+    def sent_only(self) -> bool:
+        """True if it asks what the method will send (`SiteGradient.sent`); it may be missing."""
         return False
 
     def __call__(self, gradient: SiteGradient) -> SiteGradient:

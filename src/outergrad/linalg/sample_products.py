@@ -15,7 +15,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from outergrad.core.transform import SampleRows, Samples
+from outergrad.core.transform import Projection, SampleRows, Samples
 from outergrad.core.types import Factors, RowRange, Slot, bias_slot
 from outergrad.linalg.outer import widened
 
@@ -184,8 +184,30 @@ class Lookup(Addend):
         return alike and other.d_BGLO.shape[1] == 1
 
 
-def addends(slot: Slot, part: SampleRows, samples: int) -> list[Addend]:
-    """Returns what the rows of a slot add to its weight, and to its bias if it has one."""
+class Projected(Product):
+    """Products of a weight's only slot, in one group, of which a part is sent."""
+
+    def __init__(self, whole: Product, sent: Projection) -> None:
+        super().__init__(whole.param, whole.rows, whole.d_BGLO, whole.a_BGLI)
+        self._sent = sent
+
+    def inner(self, other: Addend) -> Tensor:
+        """Returns the squared norms of what is sent; nothing else adds to the weight."""
+        assert other is self
+        return self._sent.squared_norms(self.d_BGLO[:, 0], self.a_BGLI[:, 0])
+
+
+def addends(
+    slot: Slot, part: SampleRows, samples: int, sent: Projection | None = None
+) -> list[Addend]:
+    """Returns what the rows of a slot add to its weight, and to its bias if it has one.
+
+    Args:
+        slot: the slot.
+        part: its rows.
+        samples: B.
+        sent: keeps what is sent of the weight's gradient; None for all of it.
+    """
     assert part.samples_N is not None
     d_GNO, where = widened(part.factors.d_GRO), places_of(part.samples_N, samples)
     d_BGLO = where.padded(d_GNO)
@@ -201,6 +223,8 @@ def addends(slot: Slot, part: SampleRows, samples: int) -> list[Addend]:
         sums_BE = (d_BGLO * a_BGLI).sum(dim=2).flatten(1)
         return [Vector(slot.weight, slot.weight_rows or (0, rows), sums_BE)]
     weight = Product(slot.weight, slot.weight_rows or (0, rows), d_BGLO, a_BGLI)
+    if sent is not None:
+        weight = Projected(weight, sent)
     if slot.bias is None:
         return [weight]
     return [weight, Vector(slot.bias, slot.bias_rows or (0, rows), d_BGLO.sum(dim=2).flatten(1))]

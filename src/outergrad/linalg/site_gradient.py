@@ -69,7 +69,8 @@ def norm(gradient: SiteGradient) -> Tensor:
 def sample_norms(gradient: SiteGradient) -> Tensor:
     """Euclidean norm of each sample's gradient over all parameters, (B,).
 
-    Slots that add to the same part of a parameter are added up before the norm.
+    Slots that add to the same part of a parameter are added up before the norm. Of weights in
+    `gradient.sent` it is the norm of what is sent.
 
     Raises:
         ValueError: the sample of some rows is unknown, or a gradient has no rows.
@@ -133,4 +134,5 @@ def _squared_norms(gradient: SiteGradient, slots: Sequence[Slot]) -> Tensor:
     if not used:
         return widened(gradient.rows[slots[0]].factors.d_GRO).new_zeros(gradient.samples)
     parts = [(slot, gradient.rows[slot]) for slot in used]
-    return squared_norms([one for s, p in parts for one in addends(s, p, gradient.samples)])
+    count, sent = gradient.samples, gradient.sent or {}
+    return squared_norms([o for s, p in parts for o in addends(s, p, count, sent.get(s.weight))])

@@ -30,6 +30,7 @@ from outergrad.core.types import (
 )
 from outergrad.linalg.finite import is_finite
 from outergrad.linalg.outer import formed, widened
+from outergrad.linalg.projections import OnEntries
 from outergrad.linalg.selection import above, blocks_of, leading_blocks, random_k, top_k
 from outergrad.methods.common import Settings, require
 from outergrad.methods.entries import DrawnForm, EntriesForm, Picked, written
@@ -231,7 +232,7 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
         self.form = self._form = drawn if settings.draws else self.entries
         self._memories = ByPlace[_Memory](lambda memory: memory)
         self.sketches = SharedEntries(self) if settings.sums else None
-        self.sums_formed = settings.sums
+        self.sums_formed = self.sends_known = settings.sums
         self.way = Route.REDUCE if settings.sums else Route(settings.reduce)
         if self.way == Route.TWO_WAY:
             self.merger = MergedEntries(self)
@@ -313,6 +314,15 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
             seed = (self.settings.seed << 96) + (own << 64) + self.steps
             self._drawn[key] = random_k(*self.entries.blocks(slot, count), seed, device)
         return self._drawn[key]
+
+    def known(self, unit: Unit, slot: Slot, device: torch.device) -> OnEntries | None:
+        """Returns the entries that are drawn for this step; None if the unit travels dense."""
+        assert self.cost is not None
+        if not self.sends_known or not self.break_even(unit, self.cost.sites):
+            return None
+        picked = self.entries.picked(self.drawn(slot, self.count(slot), device), slot.numel)
+        places_K = picked.of(torch.arange(slot.numel, device=device))
+        return OnEntries(places_K, (slot.groups * slot.outputs, slot.inputs))
 
     def seen_by_all(self, values_K: Tensor, *, finite: bool) -> Tensor:
         """Returns the values; NaN if they are drawn and others are not finite."""

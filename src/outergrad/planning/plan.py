@@ -14,6 +14,7 @@ from outergrad.core.cost import CostModel
 from outergrad.core.model import Choice, Compressors, Model
 from outergrad.core.reasons import Reason, Why
 from outergrad.core.residual_store import ResidualStore
+from outergrad.core.transform import Projection
 from outergrad.core.types import Gradient, Route, Slot, Source, Unit, overlapping
 from outergrad.messages.header import Header
 from outergrad.planning.header_cache import HeaderCache
@@ -244,6 +245,10 @@ class Planner:
                 residual = one.residual(slot)
                 if residual is not None:
                     yield slot, residual
+
+    def known_of(self, unit: Unit, device: torch.device) -> dict[str, Projection]:
+        """Returns what is sent of a unit's weights, by name, as far as it is known before."""
+        return self._compressors.known_of(unit, device)
 
     def owes(self) -> bool:
         """True if `owed` may return a residual for some parameter."""

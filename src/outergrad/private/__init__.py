@@ -3,13 +3,21 @@
 from outergrad.core.errors import BudgetSpentError
 from outergrad.private.calibration import noise_for
 from outergrad.private.ledger import Ledger, Release, Run
-from outergrad.private.samplers import CollateEmpty, FixedSampler, PoissonSampler, sampling_of
-from outergrad.private.sampling import Fixed, Poisson
+from outergrad.private.samplers import (
+    CollateEmpty,
+    CyclicPoissonSampler,
+    FixedSampler,
+    PoissonSampler,
+    sampling_of,
+)
+from outergrad.private.sampling import CyclicPoisson, Fixed, Poisson
 from outergrad.private.spent import PrivacySpent
 
 __all__ = [
     "BudgetSpentError",
     "CollateEmpty",
+    "CyclicPoisson",
+    "CyclicPoissonSampler",
     "Fixed",
     "FixedSampler",
     "Ledger",

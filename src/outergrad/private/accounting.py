@@ -18,9 +18,15 @@ pair up so, in turn as well.
 |---|---|---|---|
 | Poisson | add_or_remove | amplified | amplified (Mironov et al., arXiv 1908.10530) |
 | Poisson | replace | amplified | refused: no bound |
+| Poisson of parts in turn | add_or_remove | amplified | amplified |
+| Poisson of parts in turn | replace | refused | refused: no bound |
 | fixed, drawn anew | add_or_remove | not amplified | not amplified |
 | fixed, drawn anew | replace | not amplified | amplified (Wang et al., arXiv 1808.00087, Th. 27) |
 | fixed, in turn | either | not amplified | not amplified |
+
+Where parts take turns, a row has its turn once in as many steps, so that n steps of P parts are
+⌈n / P⌉ releases with the rate within a part, of noise in P bands at most, too (Choquette-Choo et
+al., arXiv 2306.08153, theorem 4).
 
 dp-accounting's two accountants understand a `GaussianDpEvent(z)` differently if rows are replaced:
 its PLD doubles what a row changes, its RDP takes z as it is. So RDP is given z/2 here. Before
@@ -38,7 +44,7 @@ from math import inf
 from typing import Any, Literal
 
 from outergrad.core.packages import how_to_install, require
-from outergrad.private.sampling import Poisson, Sampling
+from outergrad.private.sampling import CyclicPoisson, Poisson, Sampling
 
 Accountant = Literal["pld", "rdp"]
 """Privacy loss distributions (arXiv 2106.08567), tighter; or Rényi divergences (1702.07476)."""
@@ -46,7 +52,7 @@ Adjacency = Literal["add_or_remove", "replace"]
 """Data sets that an observer should not be able to tell apart."""
 
 Spent = Mapping[tuple[float, Sampling], int]
-"""How often there was a release, by its noise z and the rule of its batches."""
+"""How often a row may have had its turn, by noise z and the rule of batches."""
 
 ADJACENCIES: dict[Adjacency, str] = {
     "add_or_remove": "one row more or less",
@@ -155,6 +161,13 @@ def _event(noise: float, sampling: Sampling, accountant: Accountant, adjacency: 
     replaced = adjacency == "replace"
     doubles = accountant == "pld" and replaced
     of_two_rows = dp.GaussianDpEvent(noise if doubles else noise / 2)
+    if isinstance(sampling, CyclicPoisson):
+        if replaced:
+            raise ValueError(
+                "adjacency='replace' with batches of parts in turn: no bound is known: pass "
+                "adjacency='add_or_remove'"
+            )
+        sampling = sampling.of_part
     if isinstance(sampling, Poisson):
         if replaced and accountant == "rdp":
             raise ValueError(

@@ -66,7 +66,7 @@ def noise_for(
 
     def excess(noise: float) -> float:
         """Logarithm of how far ε is too large: nearly a straight line in a small bracket."""
-        spent = {(noise, sampling): steps}
+        spent = {(noise, sampling): sampling.turns(steps)}
         found = accounting.epsilon(spent, delta, accountant=accountant, adjacency=adjacency)
         return log(min(max(found, 1e-9), 1e9) / epsilon)
 

@@ -24,9 +24,9 @@ from outergrad.private.accounting import (
     epsilon,
 )
 from outergrad.private.observers import OBSERVERS, SUMS, Observer, noise_seen
-from outergrad.private.sampling import Fixed, Poisson, Sampling
+from outergrad.private.sampling import CyclicPoisson, Fixed, Poisson, Sampling
 
-_KINDS: dict[str, type[Sampling]] = {"poisson": Poisson, "fixed": Fixed}
+_KINDS: dict[str, type[Sampling]] = {"poisson": Poisson, "cyclic": CyclicPoisson, "fixed": Fixed}
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,10 @@ class Release:
         sites: S, how many sites add noise.
         sums: who sees what a site sends: "masked" (nobody, as with `og.Star(blind=True)`),
             "trusted" (only the hub that adds up) or "open" (the other sites).
+        bands: b of `og.Private(bands=...)`; noise in several bands needs `CyclicPoisson` batches of
+            as many parts at least.
+        sequence: `private.sequence`, with `CyclicPoisson`: steps in which parts have followed each
+            other without a break. What comes after a break is another sequence.
 
     Raises:
         ValueError: a value is not allowed.
@@ -49,21 +53,38 @@ class Release:
     sampling: Sampling
     sites: int = 1
     sums: Sums = "open"
+    bands: int = 1
+    sequence: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.noise < float("inf"):
             raise ValueError(f"noise must be 0 or more, and finite, not {self.noise!r}")
         object.__setattr__(self, "noise", float(self.noise))  # equal releases have equal states
-        if not isinstance(self.sampling, Poisson | Fixed):
-            raise ValueError(f"sampling must be Poisson(...) or Fixed(...), not {self.sampling!r}")
+        if not isinstance(self.sampling, Sampling):
+            raise ValueError(
+                f"sampling must be Poisson(...), CyclicPoisson(...) or Fixed(...), not "
+                f"{self.sampling!r}"
+            )
         if self.sites < 1:
             raise ValueError(f"sites must be 1 or more, not {self.sites!r}")
         if self.sums not in SUMS:
             raise ValueError(f"sums must be one of {', '.join(SUMS)}, not {self.sums!r}")
+        parts = self.sampling.parts if isinstance(self.sampling, CyclicPoisson) else 1
+        if not 1 <= self.bands <= parts:
+            raise ValueError(
+                f"bands={self.bands}, with {self.sampling}: a row would be in batches that are "
+                f"less than {self.bands} steps apart: draw batches by og.private."
+                f"CyclicPoissonSampler(rows, rate, parts={self.bands})"
+                if self.bands > 1
+                else f"bands must be 1 or more, not {self.bands!r}"
+            )
+        if isinstance(self.sampling, CyclicPoisson) and not self.sequence:
+            raise ValueError(f"sequence must be given with {self.sampling}: private.sequence")
 
     def __str__(self) -> str:
         sites = f"{self.sites} sites, {SUMS[self.sums]}" if self.sites > 1 else "1 site"
-        return f"noise {self.noise:.6g}, {self.sampling}, {sites}"
+        bands = f" in {self.bands} bands" if self.bands > 1 else ""
+        return f"noise {self.noise:.6g}{bands}, {self.sampling}, {sites}"
 
 
 class Run(NamedTuple):
@@ -339,10 +360,14 @@ class Ledger:
         delta: float | None = None,
         accountant: Accountant | None = None,
     ) -> float:
-        spent: Counter[tuple[float, Sampling]] = Counter()
-        of_several = any(release.sites > self.colluding for release, _ in runs)
+        releases: Counter[Release] = Counter()
         for release, steps in runs:
-            spent[self._noise(release, observer, of_several), release.sampling] += steps
+            releases[release] += steps
+        of_several = any(release.sites > self.colluding for release in releases)
+        spent: Counter[tuple[float, Sampling]] = Counter()
+        for release, steps in releases.items():
+            noise = self._noise(release, observer, of_several)
+            spent[noise, release.sampling] += release.sampling.turns(steps)
         return epsilon(
             spent,
             self.delta if delta is None else delta,
@@ -438,7 +463,7 @@ def _state(runs: Sequence[Run]) -> dict[str, Any]:
 
 def _run_state(run: Run) -> dict[str, Any]:
     release = asdict(run.release)
-    kind = "poisson" if isinstance(run.release.sampling, Poisson) else "fixed"
+    kind = next(name for name, of in _KINDS.items() if isinstance(run.release.sampling, of))
     return {**release, "sampling": {"kind": kind, **release["sampling"]}, "steps": run.steps}
 
 

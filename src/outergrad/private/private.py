@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
@@ -16,6 +17,7 @@ from outergrad.linalg.outer import widened
 from outergrad.linalg.sample_sums import weighted_sum
 from outergrad.linalg.site_gradient import sample_norms, scaled_samples
 from outergrad.private.clipping import clipped, normalized
+from outergrad.private.correlated import Banded
 from outergrad.private.counting import StepCounter
 from outergrad.private.ledger import Ledger
 from outergrad.private.noise import Noise, add, source
@@ -70,6 +72,15 @@ class Private:
         rate: of "adaptive": step of log C per unit by which that share is wrong.
         count_noise: of "adaptive": standard deviation of the noise on the number of samples that
             stay, over all sites; None for a twentieth of `batch`.
+        sent_only: whether norms are those of what the method sends of a gradient, and noise is
+            drawn for that alone, where all sites know it before the step: with
+            `og.RankDAD(reduce="alternate")` the directions that the last sum has left, with
+            `og.Sparse(select="random_blocks")` the entries that are drawn (docs/private.md, "Clip
+            what is sent"). Choose it with these methods: samples lose less to `clip`.
+        bands: b: a step takes back a part of the noise of the b - 1 steps before, so that sums of
+            many steps have less of it (docs/private.md, "Noise in bands"). Choose it for few epochs
+            at an ε that is not small, with `og.private.CyclicPoissonSampler(..., parts=b)` alone.
+            A site keeps b - 1 tensors of the size of each parameter. 1 for independent noise.
         secure: whether noise is made of random bits of the operating system, each number as half
             the sum of four normal ones (Holohan and Braghin, arXiv 2107.10138): for the case that
             somebody computes back from noise to its generator. It takes ten times as long.
@@ -92,6 +103,8 @@ class Private:
     quantile: float = 0.5
     rate: float = 0.2
     count_noise: float | None = None
+    sent_only: bool = False
+    bands: int = 1
     secure: bool = False
     generator: torch.Generator | None = field(default=None, repr=False, compare=False)
     ledger: Ledger | None = field(default=None, compare=False)
@@ -99,6 +112,8 @@ class Private:
     _expected: float | None = field(init=False, repr=False, compare=False)
     _source: Noise = field(init=False, repr=False, compare=False)
     _threshold: Threshold = field(init=False, repr=False, compare=False)
+    _banded: Banded = field(init=False, repr=False, compare=False)
+    _sequence: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Checks the settings.
@@ -112,6 +127,12 @@ class Private:
         known = get_args(Clipping)
         self._require(self.clipping in known, "clipping", f"one of {', '.join(known)}")
         self._require(0 < self.quantile < 1, "quantile", "a number between 0 and 1")
+        self._require(isinstance(self.bands, int) and self.bands >= 1, "bands", "1 or more")
+        follows = self.bands == 1 or (self.noise > 0 and self.clipping != "adaptive")
+        self._require(follows, "bands", "1 without noise, and with clipping='adaptive'")
+        self._require(not self.sent_only or self.noise > 0, "sent_only", "False without noise")
+        apart = not self.sent_only or self.bands == 1
+        self._require(apart, "bands", "1 with sent_only: what is sent changes from step to step")
         alone = self.generator is None or not self.secure
         self._require(alone, "generator", "None with secure=True")
         least = self.noise / 2 if self.clipping == "adaptive" else 0.0
@@ -124,6 +145,21 @@ class Private:
         threshold = Threshold(self.clip, self.quantile, self.rate, self.batch)
         object.__setattr__(self, "_source", noise)
         object.__setattr__(self, "_threshold", threshold)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins another sequence of noise in bands, which takes nothing back of the one before.
+
+        Call it on every site where batches do not go on behind the last one, or where the number of
+        sites has changed. `load_state_dict` does it, too.
+        """
+        object.__setattr__(self, "_banded", Banded(self.bands))
+        object.__setattr__(self, "_sequence", secrets.token_hex(8))
+
+    @property
+    def sequence(self) -> str:
+        """Name of the sequence of noise that goes on, for `og.private.Release(sequence=...)`."""
+        return self._sequence
 
     def _settle_sampling(self) -> None:
         """Reads a loader, and checks that ledger and sampling come together."""
@@ -131,6 +167,8 @@ class Private:
         self._require((self.ledger is None) == (self.sampling is None), "ledger", told)
         kind, sampling = "a Ledger, or None", self.sampling
         self._require(self.ledger is None or isinstance(self.ledger, Ledger), "ledger", kind)
+        by_hand = "None with bands above 1: pass each step's Release(bands=, sequence=) to the ledger"
+        self._require(self.ledger is None or self.bands == 1, "ledger", by_hand)
         expected = sampling.size if isinstance(sampling, Fixed) else None
         if isinstance(sampling, DataLoader):
             found, rows = sampling_of(sampling), len(sampling.dataset)  # type: ignore[arg-type]
@@ -192,8 +230,12 @@ class Private:
 
     @property
     def accumulates(self) -> bool:
-        """True but with "adaptive": clipped sums of several passes add up, with noise once."""
-        return self.clipping != "adaptive"
+        """True if clipped sums of several passes add up, with noise once.
+
+        Not with "adaptive", nor with `sent_only`: should directions change in between, what was
+        added before would have no noise on it.
+        """
+        return self.clipping != "adaptive" and not self.sent_only
 
     @torch.no_grad()
     def partial(self, gradient: SiteGradient) -> SiteGradient:
@@ -221,10 +263,20 @@ class Private:
 
     def _noisy(self, gradient: SiteGradient, deviation: float) -> SiteGradient:
         noisy = {
-            name: add(self._source, widened(g), deviation).to(g.dtype)
+            name: self._with_noise(name, widened(g), deviation, gradient).to(g.dtype)
             for name, g in gradient.formed.items()
         }
         return replace(gradient, formed=noisy)
+
+    def _with_noise(self, name: str, g: Tensor, deviation: float, gradient: SiteGradient) -> Tensor:
+        """Adds noise to a sum: to all of it, or to what is sent of it, which is what is left."""
+        sent = (gradient.sent or {}).get(name)
+        if sent is not None:
+            numbers = add(self._source, sent.coordinates(g.flatten(1)), deviation)
+            return sent.matrix(numbers).view(g.shape)
+        if self.bands == 1:
+            return add(self._source, g, deviation)
+        return g + deviation * self._banded.draw(self._source, name, g, gradient.sites)
 
     # -- adaptive clipping ------------------------------------------------------------------------
 
@@ -287,6 +339,7 @@ class Private:
                 f"Private: a saved clip of {clip!r}, but clip={self.clip!r}: give it the saved one"
             )
         self._threshold.value = float(clip)
+        self.restart()
 
     def __reduce__(self) -> Any:
         """Lets a copy have the settings and the threshold, and noise of its own.

@@ -19,9 +19,10 @@ from torch.utils.data import (
     default_collate,
 )
 
-from outergrad.private.sampling import Fixed, Poisson, Sampling
+from outergrad.private.sampling import CyclicPoisson, Fixed, Poisson, Sampling
 
-_Draw = Callable[[np.random.Generator], np.ndarray]
+_Draw = Callable[[np.random.Generator, int], np.ndarray]
+"""Returns the rows of a batch, by its number."""
 
 
 class _DrawnBatches(Sampler[list[int]]):
@@ -50,7 +51,7 @@ class _DrawnBatches(Sampler[list[int]]):
         left, self._left = self._left, None
         for _ in range(self.steps if left is None else left):
             number, self.drawn = self.drawn, self.drawn + 1
-            yield self._draw(self._generator(number)).tolist()
+            yield self._draw(self._generator(number), number).tolist()
 
     def _generator(self, number: int) -> np.random.Generator:
         # torch's generator on the CPU keeps 32 bits of a seed, which can all be tried.
@@ -169,11 +170,57 @@ class FixedSampler(_DrawnBatches):
         super().__init__(Fixed(size, rows), rows, partial(_fixed, rows, size), steps, site, seed)
 
 
-def _poisson(rows: int, rate: float, generator: np.random.Generator) -> np.ndarray:
+class CyclicPoissonSampler(_DrawnBatches):
+    """Batches of one part of the rows after another: `CyclicPoisson(rate, parts)`.
+
+    Choose it for noise in bands, `og.Private(bands=parts)`: batches are of the same expected size
+    as those of `PoissonSampler(rows, rate)`. Every batch must make one step, in the order in which
+    batches are drawn: of a loader with workers, which draws ahead, leave no epoch early without
+    `go_to`. Otherwise as for `PoissonSampler`.
+
+    Args:
+        rows: N, rows of this site; row i is in part i mod `parts`.
+        rate: share of the rows in a batch, on average.
+        parts: number of parts, the same at all sites.
+        site: as for `PoissonSampler`.
+        steps: as for `PoissonSampler`.
+        seed: as for `PoissonSampler`.
+
+    Attributes:
+        drawn: number of batches so far, over all epochs.
+
+    Raises:
+        ValueError: an argument is not allowed.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        rate: float,
+        parts: int,
+        *,
+        site: int = 0,
+        steps: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        sampling = CyclicPoisson(rate, parts)
+        if rows < parts:
+            raise ValueError(f"rows must be parts={parts} or more, not {rows!r}")
+        super().__init__(sampling, rows, partial(_cyclic, rows, sampling), steps, site, seed)
+
+
+def _poisson(rows: int, rate: float, generator: np.random.Generator, number: int) -> np.ndarray:
     return np.flatnonzero(generator.random(rows) < rate)
 
 
-def _fixed(rows: int, size: int, generator: np.random.Generator) -> np.ndarray:
+def _cyclic(
+    rows: int, sampling: CyclicPoisson, generator: np.random.Generator, number: int
+) -> np.ndarray:
+    part = np.arange(number % sampling.parts, rows, sampling.parts)
+    return part[generator.random(len(part)) < sampling.of_part.rate]
+
+
+def _fixed(rows: int, size: int, generator: np.random.Generator, number: int) -> np.ndarray:
     return generator.choice(rows, size, replace=False)
 
 
@@ -220,8 +267,9 @@ def sampling_of(loader: DataLoader[Any]) -> Sampling:
     """Returns how a loader draws its batches, as the ledger has to know it.
 
     Returns:
-        `Poisson` or `Fixed` of a loader with a sampler of this module; `Fixed(..., fresh=False)`,
-        for which nothing is amplified, of one that goes through its rows in turn, shuffled or not.
+        `Poisson`, `CyclicPoisson` or `Fixed` of a loader with a sampler of this module;
+        `Fixed(..., fresh=False)`, for which nothing is amplified, of one that goes through its rows
+        in turn, shuffled or not.
 
     Raises:
         ValueError: it is not known what its batches tell; the message says what to change.
@@ -256,13 +304,13 @@ def _of_drawn(loader: DataLoader[Any], sampler: _DrawnBatches, rows: int) -> Sam
             f"{name} draws from {sampler.rows:,} rows, and the loader's dataset has {rows:,}: "
             f"pass {name}(len(dataset), ...)"
         )
-    if isinstance(sampler.sampling, Poisson):
+    if not isinstance(sampler.sampling, Fixed):
         try:
             loader.collate_fn([])
         except Exception as error:
             raise ValueError(
-                "PoissonSampler draws empty batches, too, which the loader's collate_fn cannot "
-                "make: pass collate_fn=CollateEmpty(dataset) to the DataLoader"
+                f"{name} draws empty batches, too, which the loader's collate_fn cannot make: pass "
+                f"collate_fn=CollateEmpty(dataset) to the DataLoader"
             ) from error
     return sampler.sampling
 

@@ -30,6 +30,53 @@ class Poisson:
     def __str__(self) -> str:
         return f"Poisson batches at rate {self.rate:.6g}"
 
+    def turns(self, steps: int) -> int:
+        """Returns in how many of so many steps a row may have been drawn."""
+        return steps
+
+
+@dataclass(frozen=True)
+class CyclicPoisson:
+    """Poisson batches of one part of a site's rows after another, in turn.
+
+    Choose it for noise in bands (`og.Private(bands=...)`), for which a row must not be in two
+    batches that are less than `bands` steps apart. Row i is in part i mod `parts`, and a batch has
+    each row of its part with probability `rate * parts`, independently. With `rate=1/parts` a batch
+    is a whole part. Source: Choquette-Choo et al., arXiv 2306.08153, algorithm 2.
+
+    Attributes:
+        rate: share of all rows in a batch, on average, above 0. Where the sites' rates differ, the
+            largest counts.
+        parts: number of parts, equal on all sites; 1 / `rate` at most.
+
+    Raises:
+        ValueError: there are no such batches.
+    """
+
+    rate: float
+    parts: int
+
+    def __post_init__(self) -> None:
+        if self.parts < 1:
+            raise ValueError(f"parts must be 1 or more, not {self.parts!r}")
+        if not 0 < self.rate * self.parts < 1 + 1e-9:
+            raise ValueError(
+                f"rate must be above 0 and at most 1/parts = {1 / self.parts:.6g}, not "
+                f"{self.rate!r}: a batch has rows of one part alone"
+            )
+
+    @property
+    def of_part(self) -> Poisson:
+        """Rule by which a batch is drawn from its part."""
+        return Poisson(min(1.0, self.rate * self.parts))
+
+    def __str__(self) -> str:
+        return f"Poisson batches at rate {self.rate:.6g}, of {self.parts} parts in turn"
+
+    def turns(self, steps: int) -> int:
+        """Returns in how many of so many successive steps a row may have been drawn."""
+        return -(-steps // self.parts)
+
 
 @dataclass(frozen=True)
 class Fixed:
@@ -66,6 +113,10 @@ class Fixed:
         how = "drawn anew" if self.fresh else "in turn"
         return f"batches of {self.size:,} of {self.rows:,} rows, {how}"
 
+    def turns(self, steps: int) -> int:
+        """Returns in how many of so many steps a row may have been drawn."""
+        return steps
 
-Sampling = Poisson | Fixed
+
+Sampling = Poisson | CyclicPoisson | Fixed
 """How batches are drawn."""

@@ -36,7 +36,10 @@ def check_transform(transform: Any) -> None:
             f"{transform.__name__}(...)"
         )
     needs = [getattr(transform, f"needs_{what}", None) for what in ("samples", "all_layers")]
-    flags = [*needs, *(getattr(transform, flag, False) for flag in ("forms", "adds_up"))]
+    flags = [
+        *needs,
+        *(getattr(transform, flag, False) for flag in ("forms", "adds_up", "sent_only")),
+    ]
     if not callable(transform) or not all(type(flag) is bool for flag in flags):
         raise TypeError(
             f"transform={transform!r}: pass an object that can be called, with needs_samples and "
@@ -89,6 +92,8 @@ def refuse_unfit(
     if transform.needs_samples:
         problems.append(_of_samples(model, method, inspection))
         problems.append(iter(()) if keeps else _of_buffers(model, inspection))
+    if getattr(transform, "sent_only", False):
+        problems.append(_of_what_is_sent(inspection))
     if getattr(transform, "adds_up", False):
         problems.append(_of_sums(transform, inspection, weighting))
     first = next((why for found in problems for why in found), None)
@@ -186,6 +191,16 @@ def _of_sums(transform: GradientTransform, inspection: Inspection, weighting: st
                     f"'all_reduce' or 'alternate'), og.PowerSGD() or og.Sparse(select='random'), "
                     f"without error feedback"
                 )
+
+
+def _of_what_is_sent(inspection: Inspection) -> Iterator[str]:
+    if not any(compressor.sends_known for compressor, _ in inspection.compressors.items()):
+        yield (
+            "sent_only=True, but of no parameter it is known before a step what will be sent: use "
+            "og.RankDAD(reduce='alternate', error_feedback=None) without a tolerance, or "
+            "og.Sparse(select='random' or 'random_blocks', error_feedback=False), or leave "
+            "sent_only=False"
+        )
 
 
 def refuse_join(transform: GradientTransform | None) -> None:

@@ -75,7 +75,8 @@ class StepSpec:
         """Returns the transform for this step; None if there is none."""
         if self.transform is None:
             return None
-        return Transforming(self.transform, captured, self.leftover, self.comm.world_size)
+        known = self.planner.known_of if getattr(self.transform, "sent_only", False) else None
+        return Transforming(self.transform, captured, self.leftover, self.comm.world_size, known)
 
     def refuse_leftover(self) -> None:
         """Raises if the transform would change a gradient that is none of this step's."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from outergrad.capture.batch import SampledUse
 from outergrad.core.transform import (
     GradientTransform,
+    Projection,
     SampleRows,
     SiteGradient,
     accumulating,
@@ -30,6 +31,7 @@ class Transforming:
         captured: factors of the backward; the transform's output replaces them.
         leftover: name of a parameter that had a gradient before, which is none of this step's.
         sites: number of sites in this step.
+        known: tells what is sent of the weights of a unit; None if the transform does not ask.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Transforming:
         captured: Captured,
         leftover: str = "",
         sites: int = 1,
+        known: Callable[[Unit, torch.device], Mapping[str, Projection]] | None = None,
     ) -> None:
         self._transform, self._captured, self._leftover = transform, captured, leftover
         self.holds_back = transform.needs_all_layers
@@ -45,11 +48,12 @@ class Transforming:
         in_units = {name for unit in model.units for name in unit.params}
         plain = [Unit((), (n,), p.numel()) for n, p in self._params.items() if n not in in_units]
         self._waiting: list[Unit] = [*model.units, *plain]
-        self._sites, self._layers = sites, len(self._waiting)
+        self._sites, self._layers, self._known = sites, len(self._waiting), known
         self._before = _taken(self._params) if accumulating(transform) and not leftover else {}
         self._made: set[str] = set()
         self._forward: int | None = None
-        if transform.needs_samples and getattr(transform, "forms", False):
+        # What is sent of a gradient is found from its rows.
+        if transform.needs_samples and getattr(transform, "forms", False) and known is None:
             captured.on_use = self._form
 
     @torch.no_grad()
@@ -107,7 +111,13 @@ class Transforming:
                     samples = max(samples, count)
         in_rows = {name for slot in rows for name in slot.params}
         formed = {name: _gradient(p) for name, p in params.items() if name not in in_rows}
-        return SiteGradient(rows, formed, params, samples, self._sites, self._layers)
+        sent: dict[str, Projection] | None = None
+        if self._known is not None:
+            sent = {}
+            for unit in units:
+                if unit.slots and unit.slots[0] in rows:
+                    sent |= self._known(unit, self._params[unit.params[0]].device)
+        return SiteGradient(rows, formed, params, samples, self._sites, self._layers, sent)
 
     def _in_rows(self, unit: Unit) -> bool:
         """True if rows are the whole gradient of a unit; otherwise all of it is formed now.

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
+import torch
+
 from outergrad.comm.cost import cost_of, relays
 from outergrad.comm.cost import seconds as seconds_of
 from outergrad.core.coding import Codecs, drops
@@ -27,6 +29,7 @@ from outergrad.core.types import (
     tensors_of,
 )
 from outergrad.linalg.outer import formed
+from outergrad.linalg.projections import OnDirections
 from outergrad.methods.common import dense_bytes, tied_in_use
 from outergrad.methods.low_rank.budget import Budget, stands
 from outergrad.methods.low_rank.memory import (
@@ -85,6 +88,7 @@ class LowRankCompressor(Remembering[Memory]):
         self.sketches = self._sketches = sketches(settings, self._memories)
         self.merger = Merging(settings, self._memories, self._vectors, self._budget)
         self.sums_formed = settings.sums
+        self.sends_known = settings.alternates and not settings.tolerance
         if settings.reduce == "two_way":
             self.needs = frozenset({Capability.ALL_TO_ALL})
 
@@ -226,6 +230,16 @@ class LowRankCompressor(Remembering[Memory]):
         if self._settings.tolerance and not slot.vector and not slot.lookup:
             count = min(self._settings.rank, slot.outputs, slot.inputs)
         return super().payload_bytes(slot, count) // (1 + self._settings.alternates)
+
+    def known(self, unit: Unit, slot: Slot, device: torch.device) -> OnDirections | None:
+        """Returns the directions that the last sum has left, where both sides take turns."""
+        memory = self._memories[slot]
+        if not self.sends_known or memory is None or memory.own or slot.groups > 1:
+            return None
+        columns = self._sketches.columns(slot)
+        if memory.q_GIR.shape[2] < columns:  # fixed random ones would be in their place
+            return None
+        return OnDirections(memory.q_GIR[0, :, :columns], memory.left)
 
     def codecs(self, slot: Slot) -> Codecs:
         """Returns the codecs of a slot, without those whose loss could not be remembered."""
