@@ -19,11 +19,13 @@ class Samples(NamedTuple):
         positions_first: whether rows are (positions, samples), flattened, and not (samples,
             positions).
         forward: number of the model's forward that the use belongs to.
+        units: id of the unit of each sample, B of them; None where the loop has given none.
     """
 
     total: int
     positions_first: bool
     forward: int
+    units: tuple[str, ...] | None = None
 
 
 class SampleRows(NamedTuple):
@@ -56,6 +58,8 @@ class SiteGradient:
         sites: S, the number of sites in this step, over which results are averaged.
         layers: number of parts that the whole gradient has: of the calls per step, if the transform
             does not need all layers at once.
+        unit_B: index of the unit of each sample, int64, from 0 on without gaps, (B,); None where
+            the transform did not ask for units.
     """
 
     rows: Mapping[Slot, SampleRows]
@@ -64,6 +68,7 @@ class SiteGradient:
     samples: int = 0
     sites: int = 1
     layers: int = 1
+    unit_B: Tensor | None = None
 
 
 class GradientTransform(Protocol):
@@ -95,6 +100,15 @@ class GradientTransform(Protocol):
         time.
         """
         ...
+
+    @property
+    def needs_units(self) -> bool:
+        """True if it must know which samples are of one unit, as a person; it may be missing.
+
+        The loop then has to give an id for each sample (`session.units`), and a backward of a
+        forward without any is refused. So are passes of one step that share a unit.
+        """
+        return False
 
     @property
     def forms(self) -> bool:

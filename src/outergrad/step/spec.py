@@ -19,6 +19,7 @@ from outergrad.replay.block_message import Blocks
 from outergrad.step.buffers import SharedBuffers
 from outergrad.step.captured import NOTHING_LEFT, Captured, CarriedOver
 from outergrad.step.joint import JointStep
+from outergrad.step.passes import Passes
 from outergrad.step.step_plan import StepPlan
 from outergrad.step.transforming import Transforming, refuse_leftover
 
@@ -42,6 +43,7 @@ class StepSpec:
         skips_bad: whether the step is skipped if a gradient is not finite.
         transform: changes this site's gradient before it is sent.
         leftover: name of a parameter with a gradient that is none of this step's.
+        passes: units in the passes of this step, for a transform that needs units.
         participant: commit participant of this site; None if there is no board.
         votes: deferred votes of the session, on the steps before.
         plan: plan of the last step, which this one follows; None if it makes its own.
@@ -61,6 +63,7 @@ class StepSpec:
     skips_bad: bool = False
     transform: GradientTransform | None = None
     leftover: str = ""
+    passes: Passes | None = None
     participant: CommitParticipant | None = None
     votes: DeferredVotes = field(default_factory=DeferredVotes)
     plan: StepPlan | None = None
@@ -73,7 +76,8 @@ class StepSpec:
         """Returns the transform for this step; None if there is none."""
         if self.transform is None:
             return None
-        return Transforming(self.transform, captured, self.leftover, self.comm.world_size)
+        about = {"sites": self.comm.world_size, "passes": self.passes}
+        return Transforming(self.transform, captured, self.leftover, **about)
 
     def refuse_leftover(self) -> None:
         """Raises if the transform would change a gradient that is none of this step's."""

@@ -12,6 +12,7 @@ from outergrad.capture.batch import SampledUse
 from outergrad.core.transform import (
     GradientTransform,
     SampleRows,
+    Samples,
     SiteGradient,
     accumulating,
 )
@@ -19,6 +20,7 @@ from outergrad.core.types import Factors, Slot, Unit
 from outergrad.linalg.outer import coalesce
 from outergrad.step import param_grad
 from outergrad.step.captured import Captured
+from outergrad.step.passes import Passes
 
 
 class Transforming:
@@ -29,6 +31,7 @@ class Transforming:
         captured: factors of the backward; the transform's output replaces them.
         leftover: name of a parameter that had a gradient before, which is none of this step's.
         sites: number of sites in this step.
+        passes: units in the passes of this step, for a transform that needs units; else None.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class Transforming:
         captured: Captured,
         leftover: str = "",
         sites: int = 1,
+        passes: Passes | None = None,
     ) -> None:
         self._transform, self._captured, self._leftover = transform, captured, leftover
         self.holds_back = transform.needs_all_layers
@@ -47,7 +51,10 @@ class Transforming:
         self._sites, self._layers = sites, len(self._waiting)
         self._before = _taken(self._params) if accumulating(transform) and not leftover else {}
         self._made: set[str] = set()
-        self._forward: int | None = None
+        self._samples: Samples | None = None
+        self._passes = passes
+        if passes is not None and not self._before:  # what there was before was thrown away
+            passes.forget()
 
     @torch.no_grad()
     def apply(self, names: Collection[str]) -> None:
@@ -68,6 +75,8 @@ class Transforming:
             check_transformed(self._transform, given, found)
             self._take(found)
             self._add_before(units)
+        if self._passes is not None and self._samples is not None:  # this pass ends the step
+            self._passes.forget()
 
     @torch.no_grad()
     def apply_partly(self) -> None:
@@ -103,7 +112,8 @@ class Transforming:
                     samples = max(samples, count)
         in_rows = {name for slot in rows for name in slot.params}
         formed = {name: _gradient(p) for name, p in params.items() if name not in in_rows}
-        return SiteGradient(rows, formed, params, samples, self._sites, self._layers)
+        unit_B = None if self._passes is None else self._unit_of_samples(rows)
+        return SiteGradient(rows, formed, params, samples, self._sites, self._layers, unit_B)
 
     def _in_rows(self, unit: Unit) -> bool:
         """True if rows are the whole gradient of a unit; otherwise all of it is formed now.
@@ -140,15 +150,34 @@ class Transforming:
     def _sampled(self, slot: Slot) -> Iterator[SampledUse]:
         for use in self._captured.uses(slot):
             assert isinstance(use, SampledUse)
-            forward = use.samples.forward
-            self._forward = forward if self._forward is None else self._forward
-            if forward != self._forward:
+            if self._samples is None:
+                self._begin(use.samples)
+            elif use.samples.forward != self._samples.forward:
                 raise RuntimeError(
                     f"{slot.layer!r}: this backward goes through several forwards of the model, "
                     f"whose samples are not the same, and {self._transform!r} has to tell them "
                     f"apart: run one forward, of all samples, per backward"
                 )
             yield use
+
+    def _begin(self, samples: Samples) -> None:
+        """Notes the samples of this pass, of which its first use tells."""
+        if self._passes is not None:
+            if samples.units is None:
+                raise RuntimeError(
+                    f"{self._transform!r} clips all samples of a unit as one, and which sample is "
+                    f"of which is not known: call session.units(ids) before each forward of the "
+                    f"model, with one id for each of its {samples.total} samples"
+                )
+            self._passes.add(samples.units)
+        self._samples = samples
+
+    def _unit_of_samples(self, rows: Mapping[Slot, SampleRows]) -> Tensor:
+        ids = () if self._samples is None else self._samples.units or ()
+        numbers: dict[str, int] = {}
+        of_sample = [numbers.setdefault(one, len(numbers)) for one in ids]
+        device = next((part.factors.d_GRO.device for part in rows.values()), None)
+        return torch.tensor(of_sample, dtype=torch.int64, device=device)
 
     # -- output of the transform ------------------------------------------------------------------
 
