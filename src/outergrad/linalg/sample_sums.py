@@ -62,6 +62,7 @@ class SampleSums:
         self._kept = {slot: _Products.of(slot, rows[slot], samples) for slot in kept}
         others = {slot: part for slot, part in rows.items() if slot not in self._kept}
         self._gradient, self._others = gradient, replace(gradient, rows=others)
+        self._wide = {name: _wide_like(p) for name, p in gradient.params.items()}
 
     def norms(self) -> Tensor:
         """Euclidean norm of each sample's gradient over all parameters, (B,)."""
@@ -71,20 +72,24 @@ class SampleSums:
         return torch.linalg.vector_norm(torch.stack(parts), dim=0)
 
     def summed(self, factor_B: Tensor) -> SiteGradient:
-        """Returns the sum of the samples' gradients, each times its factor, formed."""
+        """Returns the sum of the samples' gradients, each times its factor, formed.
+
+        In at least float32. It is to be rounded to the parameters' type with noise on it, and not
+        before: a single sample could change the errors of all numbers of the sum.
+        """
         found: dict[str, Tensor] = {}
-        params = self._gradient.params
         for slot, products in self._kept.items():
             self._add(found, slot.weight, slot.weight_rows, products.weight, factor_B)
             if slot.bias is not None and products.bias is not None:
                 self._add(found, slot.bias, slot.bias_rows, products.bias, factor_B)
         for slot, part in self._others.rows.items():  # one by one: scaled rows are copies
-            named = {name: params[name] for name in slot.params}
-            one = replace(self._others, rows={slot: part}, formed={}, params=named)
+            named = {name: self._wide[name] for name in slot.params}
+            wide = part._replace(factors=part.factors._replace(d_GRO=widened(part.factors.d_GRO)))
+            one = replace(self._others, rows={slot: wide}, formed={}, params=named)
             for name, g in formed(scaled_samples(one, factor_B)).formed.items():
-                add_rows(found, name, None, g, params[name])
+                add_rows(found, name, None, g, self._wide[name])
         for name, g in scaled_samples(replace(self._others, rows={}), factor_B).formed.items():
-            add_rows(found, name, None, g, params[name])
+            add_rows(found, name, None, g, self._wide[name])
         return formed(replace(self._gradient, rows={}, formed=found))
 
     def _add(
@@ -96,8 +101,13 @@ class SampleSums:
         factor_B: Tensor,
     ) -> None:
         value = factor_B.to(parts.dtype) @ parts.flatten(1)
-        p = self._gradient.params[name]
+        p = self._wide[name]
         add_rows(found, name, rows, value.to(p.dtype), p)
+
+
+def _wide_like(p: Tensor) -> Tensor:
+    """Returns a tensor of the shape of a parameter, of one number in at least float32."""
+    return widened(p.new_zeros(())).expand(p.shape)
 
 
 def _pays(slot: Slot, part: SampleRows, samples: int) -> bool:

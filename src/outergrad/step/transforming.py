@@ -90,7 +90,8 @@ class Transforming:
         units, used = self._waiting, self._captured.used
         for some in [units] if self.holds_back else [[unit] for unit in units]:
             found = part.partial(self._given(some)).formed
-            param_grad.add(self._params, {n: g for n, g in found.items() if n in used})
+            due = {n: g.to(self._params[n].dtype) for n, g in found.items() if n in used}
+            param_grad.add(self._params, due)
         self._captured.release()
         param_grad.add(self._params, self._before)
 
