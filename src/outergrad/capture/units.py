@@ -24,8 +24,7 @@ class Units:
         Raises:
             TypeError: an id is neither a whole number nor a text.
         """
-        values: Any = ids.tolist() if isinstance(ids, Tensor) else ids
-        self._said = tuple(_text(value) for value in values)
+        self._said = ids_of(ids, "session.units()")
 
     def take(self, samples: int | None) -> tuple[str, ...] | None:
         """Returns the ids for a forward of so many samples; None if there are none.
@@ -42,14 +41,26 @@ class Units:
         return said
 
 
-def _text(value: Any) -> str:
-    """Returns an id as a text: 7 and "7" are one unit, so that no unit is taken for two.
+def ids_of(ids: Iterable[Any], where: str) -> tuple[str, ...]:
+    """Returns ids as texts: 7 and "7" are one unit, so that no unit is taken for two.
 
     Errors do not show ids: their texts may be told to other sites.
+
+    Args:
+        ids: whole numbers and texts.
+        where: what was called with them.
+
+    Raises:
+        TypeError: an id is neither.
     """
+    values: Any = ids.tolist() if isinstance(ids, Tensor) else ids
+    return tuple(_text(value, where) for value in values)
+
+
+def _text(value: Any, where: str) -> str:
     if isinstance(value, str) or (hasattr(value, "__index__") and not isinstance(value, bool)):
         return str(value)
     raise TypeError(
-        f"session.units(): a {type(value).__name__} is no id: give a whole number or a text for "
-        f"each sample, and leave out samples of which it is not known whose they are"
+        f"{where}: a {type(value).__name__} is no id: give a whole number or a text for each "
+        f"sample, and leave out samples of which it is not known whose they are"
     )

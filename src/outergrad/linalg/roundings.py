@@ -1,4 +1,4 @@
-"""How much longer a sample's gradient may become than it is exactly, by rounding.
+"""Bounds on how much longer than it is exactly a sample's gradient becomes by rounding.
 
 A gradient that is the sum of L products `d_l a_l` is formed in numbers of float32, or float64 where
 the deltas are. The error grows with the length that the products have one by one,

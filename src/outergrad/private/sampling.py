@@ -15,19 +15,23 @@ class Poisson:
     Attributes:
         rate: q, the probability of each row to be in a batch, above 0 and up to 1. Where the
             sites' rates differ, the largest counts.
+        unit: what is drawn, as in `og.Private(unit=...)`: "sample" for a row by itself, "patient"
+            for all rows of a patient together.
 
     Raises:
         ValueError: it is no such probability.
     """
 
     rate: float
+    unit: str = "sample"
 
     def __post_init__(self) -> None:
         if not 0 < self.rate <= 1:
             raise ValueError(f"rate must be above 0 and at most 1, not {self.rate!r}")
 
     def __str__(self) -> str:
-        return f"Poisson batches at rate {self.rate:.6g}"
+        of = "" if self.unit == "sample" else f" per {self.unit}"
+        return f"Poisson batches at rate {self.rate:.6g}{of}"
 
 
 @dataclass(frozen=True)
