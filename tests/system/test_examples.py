@@ -65,3 +65,19 @@ def test_lightning_learns(tmp_path):
     said = output_of(tmp_path, str(EXAMPLES / "lightning_strategy.py"))
     assert float(said.split("test accuracy ")[1].split("%")[0]) > 90
     assert len(list((tmp_path / "checkpoints" / "outergrad").iterdir())) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_hospitals_train_until_their_budget_is_spent(tmp_path):
+    said = output_of(tmp_path, *TORCHRUN, str(EXAMPLES / "private_hospitals.py"))
+    assert float(re.search(r"area under the curve on \d+ other images: ([0-9.]+)", said)[1]) > 0.8
+    assert "spent after 150 steps" in said
+    spent = {
+        whom: float(re.search(rf"^{whom}.* ([0-9.]+)$", said, re.MULTILINE)[1])
+        for whom in ("whoever gets the model", "another site", "the hub")
+    }
+    assert 7.9 < spent["another site"] <= 8
+    assert spent["another site"] == spent["the hub"] > spent["whoever gets the model"] > 0
+    assert "per patient" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"ledger-0.json", "ledger-1.json"}

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from outergrad.capture.class_swap import ClassSwap
 from outergrad.capture.engine import NO_TASK, current_task
 from outergrad.capture.kept import Kept
+from outergrad.capture.units import Units
 from outergrad.capture.weighting import samples_in
 from outergrad.core.transform import SampleRows, Samples
 from outergrad.core.types import Call, Factors, Slot
@@ -26,9 +27,14 @@ class Batch:
     """Number of samples in the current forward of the model.
 
     It is the first dimension of the first tensor that the model is called with.
+
+    Args:
+        units: ids that the loop gives for the samples of a forward; None if it gives none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, units: Units | None = None) -> None:
+        self._units = units
+        self._ids: tuple[str, ...] | None = None
         self._count: int | None = None
         self._latest: int | None = None
         self._given: set[int] = set()
@@ -80,7 +86,7 @@ class Batch:
                 f"transform needs the gradient of each, so keep the samples apart in the first "
                 f"dimension of what layers are called with, without flattening others into it"
             )
-        return Samples(count, positions_first, self._forwards)
+        return Samples(count, positions_first, self._forwards, self._ids)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self._swap is not None
@@ -88,6 +94,8 @@ class Batch:
             return self._swap.plain_forward(*args, **kwargs)
         self._forwards += 1
         self._count = self._latest = samples_in([*args, *kwargs.values()])
+        if self._units is not None and torch.is_grad_enabled():
+            self._ids = self._units.take(self._count)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self._given = {_memory(t) for t in tensors}
         try:

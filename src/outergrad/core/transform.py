@@ -20,11 +20,13 @@ class Samples(NamedTuple):
         positions_first: whether rows are (positions, samples), flattened, and not (samples,
             positions).
         forward: number of the model's forward that the use belongs to.
+        units: id of the unit of each sample, B of them; None where the loop has given none.
     """
 
     total: int
     positions_first: bool
     forward: int
+    units: tuple[str, ...] | None = None
 
 
 class SampleRows(NamedTuple):
@@ -79,6 +81,8 @@ class SiteGradient:
         sent: what the method will send, by the full name of a weight that has rows of one slot;
             None where the transform did not ask (`sent_only`). Norms of samples are then those of
             what is sent.
+        unit_B: index of the unit of each sample, int64, from 0 on without gaps, (B,); None where
+            the transform did not ask for units.
     """
 
     rows: Mapping[Slot, SampleRows]
@@ -88,6 +92,7 @@ class SiteGradient:
     sites: int = 1
     layers: int = 1
     sent: Mapping[str, Projection] | None = None
+    unit_B: Tensor | None = None
 
 
 class GradientTransform(Protocol):
@@ -119,6 +124,15 @@ class GradientTransform(Protocol):
         time.
         """
         ...
+
+    @property
+    def needs_units(self) -> bool:
+        """True if it must know which samples are of one unit, as a person; it may be missing.
+
+        The loop then has to give an id for each sample (`session.units`), and a backward of a
+        forward without any is refused. So are passes of one step that share a unit.
+        """
+        return False
 
     @property
     def forms(self) -> bool:

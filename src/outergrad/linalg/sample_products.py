@@ -1,7 +1,10 @@
 """Squared norms of gradients by sample, from rows; where these are few, no gradient is formed.
 
 Slots add to parameters by `Addend`s. The squared norm of a sum is that of each addend,
-and twice the inner product of each pair: `|g + h|² = |g|² + |h|² + 2 ⟨g, h⟩`.
+and twice the inner product of each pair: `|g + h|² = |g|² + |h|² + 2 ⟨g, h⟩`. Where the terms
+cancel, what is left has the error of the terms, `(|g| + |h|)² / |g + h|²` times that of a number.
+So inner products of rows, and all of several addends, are in float64. A single addend that is
+formed has this error in its length, not in the square: it is as near as what is sent of it.
 
 Letters: B samples, N rows, G groups, L and M rows of the sample that has most.
 """
@@ -96,7 +99,7 @@ class Product(Addend):
     """Products of the rows of each sample, `d_bᵀ a_b`, in groups.
 
     With one row it is `|d|² |a|²`, with few the inner product is that of Gram matrices, with many
-    the products are formed.
+    the products are formed, in no more than twice the memory of the rows.
     """
 
     def __init__(self, param: str, rows: RowRange, d_BGLO: Tensor, a_BGLI: Tensor) -> None:
@@ -124,7 +127,8 @@ class Product(Addend):
         groups, outputs, inputs = self.d_BGLO.shape[1], self.d_BGLO.shape[3], self.width
         alike = other.d_BGLO.shape[1] == groups and other.width == inputs
         whole = groups == 1 or self.rows == other.rows
-        few = self.d_BGLO.shape[2] * other.d_BGLO.shape[2] <= outputs * inputs
+        rows = max(self.d_BGLO.shape[2], other.d_BGLO.shape[2])
+        few = 2 * rows * (outputs + inputs) < outputs * inputs  # in float64, of twice the time
         return alike and whole and few
 
     def _deltas(self, shared: RowRange) -> Tensor:
@@ -137,7 +141,7 @@ class Product(Addend):
 
 def _of_pairs(d_BGLO: Tensor, a_BGLI: Tensor, e_BGMO: Tensor, b_BGMI: Tensor) -> Tensor:
     """Returns the inner product of two products of each sample, by pairs of rows, (B,)."""
-    return ((d_BGLO @ e_BGMO.mT) * (a_BGLI @ b_BGMI.mT)).sum(dim=(1, 2, 3))
+    return (_gram(d_BGLO, e_BGMO) * _gram(a_BGLI, b_BGMI)).sum(dim=(1, 2, 3))
 
 
 def _square(d_BGLO: Tensor, a_BGLI: Tensor) -> Tensor:
@@ -171,17 +175,23 @@ class Lookup(Addend):
         """As for an addend; by pairs of rows with another lookup or the product of a tied layer."""
         if isinstance(other, Lookup):
             alike_BLM = self.ids_BL[:, :, None] == other.ids_BL[:, None]
-            return ((self.d_BLO @ other.d_BLO.mT) * alike_BLM).sum(dim=(1, 2))
+            return (_gram(self.d_BLO, other.d_BLO) * alike_BLM).sum(dim=(1, 2))
         if not (isinstance(other, Product) and self._is_like(other)):
             return super().inner(other)
         d_BMV, a_BMO = other.d_BGLO[:, 0], other.a_BGLI[:, 0]
         ids_BML = self.ids_BL[:, None].expand(-1, d_BMV.shape[1], -1)
-        return (d_BMV.gather(2, ids_BML) * (a_BMO @ self.d_BLO.mT)).sum(dim=(1, 2))
+        return (d_BMV.gather(2, ids_BML) * _gram(a_BMO, self.d_BLO)).sum(dim=(1, 2))
 
     def _is_like(self, other: Product) -> bool:
         """True if a product has the form of this table."""
         alike = other.rows == self.rows and other.width == self.width
         return alike and other.d_BGLO.shape[1] == 1
+
+
+def _gram(one: Tensor, other: Tensor) -> Tensor:
+    """Returns the inner products of rows, (..., L, M), in float64."""
+    one, other = one.double(), other.double()
+    return one @ other.mT
 
 
 class Projected(Product):
@@ -198,18 +208,25 @@ class Projected(Product):
 
 
 def addends(
-    slot: Slot, part: SampleRows, samples: int, sent: Projection | None = None
+    slot: Slot,
+    part: SampleRows,
+    samples: int,
+    sent: Projection | None = None,
+    *,
+    exact: bool = False,
 ) -> list[Addend]:
     """Returns what the rows of a slot add to its weight, and to its bias if it has one.
 
     Args:
-        slot: the slot.
-        part: its rows.
+        slot: of the rows.
+        part: the rows, one or more.
         samples: B.
         sent: keeps what is sent of the weight's gradient; None for all of it.
+        exact: whether they are to be in float64, as where others are added to them.
     """
     assert part.samples_N is not None
     d_GNO, where = widened(part.factors.d_GRO), places_of(part.samples_N, samples)
+    d_GNO = d_GNO.double() if exact else d_GNO
     d_BGLO = where.padded(d_GNO)
     if slot.lookup:
         ids_BL = where.padded(part.factors.a_GRI[None, :, None])[:, 0, :, 0]
@@ -266,7 +283,7 @@ def bias_sums(part: SampleRows, samples: int) -> Tensor:
 
 def squared_norms(parts: Sequence[Addend]) -> Tensor:
     """Returns the squared norm of the sum of addends, by sample, (B,)."""
-    squares_B = torch.stack([one.inner(one).clamp_min(0) for one in parts]).sum(dim=0)
+    squares_B = torch.stack([one.inner(one).double().clamp_min(0) for one in parts]).sum(dim=0)
     pairs = [(one, other) for one, other in combinations(parts, 2) if one.shared(other)]
     for one, other in pairs:
         squares_B = squares_B + 2 * one.inner(other)
@@ -277,7 +294,7 @@ def squared_sample_norms(slot: Slot, part: SampleRows, samples: int) -> Tensor:
     """Squared norms of each sample's product of one slot, with its bias if it has one, (B,)."""
     assert part.samples_N is not None
     if not len(part.samples_N):
-        return widened(part.factors.d_GRO).new_zeros(samples)
+        return part.factors.d_GRO.new_zeros(samples, dtype=torch.float64)
     return squared_norms(addends(slot, part, samples))
 
 

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader
 
 from outergrad.core.transform import SiteGradient
 from outergrad.linalg.outer import widened
+from outergrad.linalg.roundings import roundings
 from outergrad.linalg.sample_sums import weighted_sum
-from outergrad.linalg.site_gradient import sample_norms, scaled_samples
+from outergrad.linalg.site_gradient import in_units, sample_norms, scaled_samples
 from outergrad.private.clipping import clipped, normalized
 from outergrad.private.correlated import Banded
 from outergrad.private.counting import StepCounter
@@ -61,12 +62,17 @@ class Private:
         clip: C, the largest norm of a sample's gradient; with "adaptive" the first one.
         noise: σ, the noise multiplier: standard deviation of the noise on the sum over all sites,
             in units of C. With "adaptive" it counts for gradients and counts together.
-        batch: expected number of samples per step of all sites together, by which the sum is
-            divided. It is a constant, because the number in a batch tells of its samples.
+        batch: expected number of samples (or of other units) per step of all sites together, by
+            which the sum is divided. It is a constant, because the number in a batch tells of its
+            samples.
         clipping: "flat": the gradient of a sample is clipped as a whole; "per_layer": that of each
             layer by itself, to C / √L with L layers, so that messages start during backward;
             "automatic": every gradient becomes nearly C long, which leaves C to the learning rate;
             "adaptive": flat, with a C that follows a quantile of the norms.
+        unit: whose data one clipped gradient is of: "sample", or another word, as "patient", where
+            several samples of a batch may be of one. `session.units(ids)` then says before each
+            forward whose each sample is, and the sum of a unit's gradients is clipped. `batch`
+            counts units, `batch_sampler` draws them (`PoissonSampler(groups=)`).
         stability: of "automatic": a gradient of norm n becomes C n / (n + stability) long.
         quantile: of "adaptive": share of the samples whose gradients stay as they are.
         rate: of "adaptive": step of log C per unit by which that share is wrong.
@@ -99,6 +105,7 @@ class Private:
     noise: float
     batch: float
     clipping: Clipping = "flat"
+    unit: str = "sample"
     stability: float = 0.01
     quantile: float = 0.5
     rate: float = 0.2
@@ -126,6 +133,8 @@ class Private:
         self._require(self.noise == 0 or _positive(self.noise), "noise", "0 or more")
         known = get_args(Clipping)
         self._require(self.clipping in known, "clipping", f"one of {', '.join(known)}")
+        a_word = isinstance(self.unit, str) and bool(self.unit.strip())
+        self._require(a_word, "unit", "'sample', or a word as 'patient'")
         self._require(0 < self.quantile < 1, "quantile", "a number between 0 and 1")
         self._require(isinstance(self.bands, int) and self.bands >= 1, "bands", "1 or more")
         follows = self.bands == 1 or (self.noise > 0 and self.clipping != "adaptive")
@@ -167,16 +176,19 @@ class Private:
         self._require((self.ledger is None) == (self.sampling is None), "ledger", told)
         kind, sampling = "a Ledger, or None", self.sampling
         self._require(self.ledger is None or isinstance(self.ledger, Ledger), "ledger", kind)
-        by_hand = "None with bands above 1: pass each step's Release(bands=, sequence=) to the ledger"
+        by_hand = "None with bands above 1: record each step's Release(sequence=) by hand"
         self._require(self.ledger is None or self.bands == 1, "ledger", by_hand)
         expected = sampling.size if isinstance(sampling, Fixed) else None
         if isinstance(sampling, DataLoader):
-            found, rows = sampling_of(sampling), len(sampling.dataset)  # type: ignore[arg-type]
-            expected = found.size if isinstance(found, Fixed) else found.rate * rows
+            found = sampling_of(sampling)
+            units = getattr(sampling.batch_sampler, "units", len(sampling.dataset))  # type: ignore[arg-type]
+            expected = found.size if isinstance(found, Fixed) else found.rate * units
             object.__setattr__(self, "sampling", found)
         told = "og.private.Poisson(rate), og.private.Fixed(size, rows) or a DataLoader"
         known = self.sampling is None or isinstance(self.sampling, Poisson | Fixed)
         self._require(known, "sampling", told)
+        drawn = getattr(self.sampling, "unit", "sample") if self.sampling is not None else self.unit
+        self._require(drawn == self.unit, "unit", f"{drawn!r}, which {self.sampling} draws")
         object.__setattr__(self, "_expected", expected)
 
     def _require(self, holds: bool, name: str, wanted: str) -> None:
@@ -194,6 +206,11 @@ class Private:
     def needs_samples(self) -> bool:
         """True: each is clipped by itself."""
         return True
+
+    @property
+    def needs_units(self) -> bool:
+        """True where several samples may be of one unit."""
+        return self.unit != "sample"
 
     @property
     def needs_all_layers(self) -> bool:
@@ -224,7 +241,9 @@ class Private:
     def __call__(self, gradient: SiteGradient) -> SiteGradient:
         """Returns S / batch times the clipped sum, with this site's share of the noise on it."""
         if not self.noise:
-            return scaled_samples(gradient, self._factors(gradient, sample_norms(gradient)))
+            units = in_units(gradient)
+            scaled = scaled_samples(units, self._factors(gradient, units, sample_norms(units)))
+            return replace(gradient, rows=scaled.rows)
         deviation = self._of_gradients * self._limit(1) / math.sqrt(gradient.sites)
         return self._noisy(self._summed(gradient), deviation * _scale(gradient, self.batch))
 
@@ -243,11 +262,16 @@ class Private:
         return self._summed(gradient)
 
     def _summed(self, gradient: SiteGradient) -> SiteGradient:
-        return weighted_sum(gradient, self._factors(gradient, sample_norms(gradient)))
+        units = in_units(gradient)
+        return weighted_sum(units, self._factors(gradient, units, sample_norms(units)))
 
-    def _factors(self, gradient: SiteGradient, norms_B: Tensor) -> Tensor:
-        """Factors of samples, of whose mean over this site's batch the gradient is made, (B,)."""
-        of_sample_B, limit = norms_B * gradient.samples, self._limit(gradient.layers)
+    def _factors(self, gradient: SiteGradient, units: SiteGradient, norms_B: Tensor) -> Tensor:
+        """Factors of units, by default samples, (B,).
+
+        The gradient is of a mean over this site's samples, of which a unit may have several.
+        """
+        longest_B = norms_B + roundings(units)  # a norm that is too small would break the promise
+        of_sample_B, limit = longest_B * gradient.samples, self._limit(gradient.layers)
         if self.clipping == "automatic":
             factor_B = normalized(of_sample_B, limit, self.stability)
         else:

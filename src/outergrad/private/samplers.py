@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from outergrad.capture.units import ids_of
 from outergrad.private.sampling import CyclicPoisson, Fixed, Poisson, Sampling
 
 _Draw = Callable[[np.random.Generator, int], np.ndarray]
@@ -87,8 +88,10 @@ class _DrawnBatches(Sampler[list[int]]):
         Raises:
             ValueError: the state is of other rows or of batches that are drawn otherwise.
         """
-        ours = {name: self.state_dict()[name] for name in ("sampling", "rows")}
-        theirs = {name: state_dict[name] for name in ours}
+        ours, theirs = (
+            {name: value for name, value in state.items() if name not in ("seed", "drawn")}
+            for state in (self.state_dict(), state_dict)
+        )
         if theirs != ours:
             raise ValueError(f"the state is of {theirs}, this sampler of {ours}: make it alike")
         self._seed = int(state_dict["seed"], 16)
@@ -106,9 +109,17 @@ class PoissonSampler(_DrawnBatches):
     All sites need the same `rate` and `steps`: then all have as many batches, whatever rows they
     have.
 
+    With `groups`, patients (or other units) are drawn in place of rows, each with probability q,
+    and come with their rows. That is what `og.Private(unit="patient")` has to be trained on:
+    `batch` is q times the number of patients of all sites.
+
     Args:
         rows: N, rows of this site.
         rate: q.
+        groups: id of the patient of each row, a whole number or a text; None to draw rows.
+        unit: what is drawn, the word of `og.Private(unit=...)`; with `groups` it has to be given.
+        at_most: rows of a patient in a batch, which are drawn anew each time where a patient has
+            more. It is for memory and time: clipping bounds a patient anyway. None for all rows.
         site: number of this site; with one seed at all sites they still draw differently.
         steps: batches per epoch; by default 1 / q, rounded, in which each row comes up once on
             average.
@@ -118,9 +129,11 @@ class PoissonSampler(_DrawnBatches):
 
     Attributes:
         drawn: number of batches so far, over all epochs.
+        units: number of this site's patients, or of its rows without `groups`.
 
     Raises:
         ValueError: an argument is not allowed.
+        TypeError: an id of `groups` is neither a whole number nor a text.
     """
 
     def __init__(
@@ -128,14 +141,31 @@ class PoissonSampler(_DrawnBatches):
         rows: int,
         rate: float,
         *,
+        groups: Iterable[Any] | None = None,
+        unit: str | None = None,
+        at_most: int | None = None,
         site: int = 0,
         steps: int | None = None,
         seed: int | None = None,
     ) -> None:
-        sampling = Poisson(rate)
         if rows < 1:
             raise ValueError(f"rows must be 1 or more, not {rows!r}")
-        super().__init__(sampling, rows, partial(_poisson, rows, rate), steps, site, seed)
+        if groups is None and at_most is not None:
+            raise ValueError("at_most is about the rows of a group: pass groups=, or leave it out")
+        if groups is not None and not unit:
+            raise ValueError("groups: say of what: pass unit='patient', as to og.Private(unit=)")
+        self.units = rows
+        draw = partial(_poisson, rows, rate)
+        if groups is not None:
+            rows_of = _rows_of(ids_of(groups, "PoissonSampler"), rows)
+            self.units = len(rows_of)
+            draw = partial(_poisson_groups, rows_of, rate, _most(at_most, rows))
+        super().__init__(Poisson(rate, unit or "sample"), rows, draw, steps, site, seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what `load_state_dict` needs; it holds the secret seed."""
+        grouped = {} if self.units == self.rows else {"units": self.units}
+        return super().state_dict() | grouped
 
 
 class FixedSampler(_DrawnBatches):
@@ -211,6 +241,34 @@ class CyclicPoissonSampler(_DrawnBatches):
 
 def _poisson(rows: int, rate: float, generator: np.random.Generator, number: int) -> np.ndarray:
     return np.flatnonzero(generator.random(rows) < rate)
+
+
+def _rows_of(ids: Sequence[str], rows: int) -> list[np.ndarray]:
+    """Returns the rows of each group, in the order of their first rows."""
+    if len(ids) != rows:
+        raise ValueError(f"groups has {len(ids):,} ids, and there are {rows:,} rows: give each one")
+    found: dict[str, list[int]] = {}
+    for row, one in enumerate(ids):
+        found.setdefault(one, []).append(row)
+    return [np.array(some) for some in found.values()]
+
+
+def _most(at_most: int | None, rows: int) -> int:
+    if at_most is not None and at_most < 1:
+        raise ValueError(f"at_most must be 1 or more, not {at_most!r}")
+    return rows if at_most is None else at_most
+
+
+def _poisson_groups(
+    rows_of: Sequence[np.ndarray],
+    rate: float,
+    most: int,
+    generator: np.random.Generator,
+    number: int,
+) -> np.ndarray:
+    drawn = [rows_of[unit] for unit in _poisson(len(rows_of), rate, generator, number)]
+    few = [r if len(r) <= most else generator.choice(r, most, replace=False) for r in drawn]
+    return np.concatenate(few) if few else np.zeros(0, dtype=np.int64)
 
 
 def _cyclic(

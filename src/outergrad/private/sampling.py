@@ -15,12 +15,15 @@ class Poisson:
     Attributes:
         rate: q, the probability of each row to be in a batch, above 0 and up to 1. Where the
             sites' rates differ, the largest counts.
+        unit: what is drawn, as in `og.Private(unit=...)`: "sample" for a row by itself, "patient"
+            for all rows of a patient together.
 
     Raises:
         ValueError: it is no such probability.
     """
 
     rate: float
+    unit: str = "sample"
 
     def __post_init__(self) -> None:
         if not 0 < self.rate <= 1:
@@ -28,7 +31,8 @@ class Poisson:
         object.__setattr__(self, "rate", float(self.rate))  # equal rules have equal states
 
     def __str__(self) -> str:
-        return f"Poisson batches at rate {self.rate:.6g}"
+        of = "" if self.unit == "sample" else f" per {self.unit}"
+        return f"Poisson batches at rate {self.rate:.6g}{of}"
 
     def turns(self, steps: int) -> int:
         """Returns in how many of so many steps a row may have been drawn."""

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from outergrad.capture.batch import Batch
 from outergrad.capture.tapped_layer import TappedLayer
+from outergrad.capture.units import Units
 from outergrad.commit.deferred_votes import DeferredVotes
 from outergrad.core.blocks import Block
 from outergrad.core.reasons import Reason
@@ -38,6 +39,7 @@ from outergrad.step.captured import NOTHING_LEFT, Captured
 from outergrad.step.header_builder import Announced, HeaderBuilder, Loop
 from outergrad.step.joint import JointParts, JointStep, Point, described
 from outergrad.step.mishaps import Mishaps
+from outergrad.step.passes import Passes
 from outergrad.step.spec import StepSpec
 from outergrad.step.step_plan import StepPlan
 from outergrad.step.transforming import Transforming, leftover, refuse_leftover
@@ -72,6 +74,8 @@ class Exchange:
         transform: changes this site's gradient before it is sent; None without one.
         counter: counts what shared steps release; None if nothing does.
         batch: tells samples apart, for a transform that needs this; None without one.
+        units: ids of the next batch's samples, for a transform that needs these; else None.
+        passes: units in the passes of a step, for the same; else None.
         joint: parts of the model whose outputs' deltas are averaged; None without such.
         attendance: this site's part in a joined loop.
         votes: deferred votes on the last steps.
@@ -108,7 +112,11 @@ class Exchange:
         self.header_builder = HeaderBuilder(model, at.number, at.comm, self.blocks)
         self.planner = ranks.planner(inspection, whole)
         self.cadence = Cadence(self.whole, inspection.every, self.accumulator)
-        self.batch = Batch() if transform is not None and transform.needs_samples else None
+        needs_units = getattr(transform, "needs_units", False)
+        self.units = Units() if needs_units else None
+        self.passes = Passes() if needs_units else None
+        needs_samples = transform is not None and transform.needs_samples
+        self.batch = Batch(self.units) if needs_samples else None
         self.joint = (
             JointParts(inspection.joint_parts, on_joint) if inspection.joint_parts else None
         )
@@ -151,7 +159,8 @@ class Exchange:
         self.unshared |= used if self.several else set()
         if self.transform is not None and accumulating(self.transform):
             captured = Captured(self.model, used, self.blocks)
-            partly = Transforming(self.transform, captured, sites=self._at.comm.world_size)
+            about = {"sites": self._at.comm.world_size, "passes": self.passes}
+            partly = Transforming(self.transform, captured, **about)
             return UnsyncedStep(task, captured, at_end=partly.apply_partly)
         write = self.accumulator.write if self.several else None
         captured = Captured(self.model, used, self.blocks, write)
@@ -192,6 +201,7 @@ class Exchange:
             joint=JointStep(points, self._at.comm, header, trained) if self.joint else None,
             transform=self.transform,
             leftover=left,
+            passes=self.passes,
         )
         return step, due_parts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -347,6 +347,28 @@ class Session:
             ValueError: `n` is no whole number, 0 or more.
         """
         self._exchange.weighting.say(n)
+
+    def units(self, ids: Iterable[Any]) -> None:
+        """Says which samples of the next batch are of one unit of privacy, as a patient.
+
+        Call it before each forward of the model that is trained on, with `og.Private(unit=...)`:
+        what samples of one id add to the gradient is clipped as a whole. Each list of ids is for
+        one forward; those without gradients, as of an evaluation, take none.
+
+        Args:
+            ids: whole numbers or texts, one for each sample, in their order: a list, or a tensor
+                of one dimension. They stay at this site.
+
+        Raises:
+            RuntimeError: the session's transform does not ask for units.
+            TypeError: something is no such id.
+            ValueError: raised by the forward, if it has another number of samples.
+        """
+        if self._exchange.units is None:
+            raise RuntimeError(
+                "session.units(ids) needs og.distribute(..., transform=og.Private(unit='patient'))"
+            )
+        self._exchange.units.say(ids)
 
     def coverage(self) -> Coverage:
         """Returns how each parameter travels and why; `print(session.coverage())` shows a table."""

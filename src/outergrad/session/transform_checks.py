@@ -133,8 +133,10 @@ def _of_samples(model: nn.Module, method: Any, inspection: Inspection) -> Iterat
     if isinstance(method, LocalSteps):
         yield (
             f"needs_samples, but og.LocalSteps sends how weights as "
-            f"{next(iter(inspection.model.params))!r} have changed, which is of no sample: use "
-            f"og.DAD() or og.RankDAD(...)"
+            f"{next(iter(inspection.model.params))!r} have changed, which is of no sample, and "
+            f"noise that hides all that a site has would hide the change, too, unless there are "
+            f"many hundreds of sites: use og.DAD() or og.Dense(), in several passes "
+            f"(session.no_sync()) where a step is to have more samples"
         )
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm):

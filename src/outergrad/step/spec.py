@@ -19,6 +19,7 @@ from outergrad.replay.block_message import Blocks
 from outergrad.step.buffers import SharedBuffers
 from outergrad.step.captured import NOTHING_LEFT, Captured, CarriedOver
 from outergrad.step.joint import JointStep
+from outergrad.step.passes import Passes
 from outergrad.step.step_plan import StepPlan
 from outergrad.step.transforming import Transforming, refuse_leftover
 
@@ -43,6 +44,7 @@ class StepSpec:
         transform: changes this site's gradient before it is sent.
         counter: counts what the step releases; it has counted its beginning.
         leftover: name of a parameter with a gradient that is none of this step's.
+        passes: units in the passes of this step, for a transform that needs units.
         participant: commit participant of this site; None if there is no board.
         votes: deferred votes of the session, on the steps before.
         plan: plan of the last step, which this one follows; None if it makes its own.
@@ -63,6 +65,7 @@ class StepSpec:
     transform: GradientTransform | None = None
     counter: Counter | None = None
     leftover: str = ""
+    passes: Passes | None = None
     participant: CommitParticipant | None = None
     votes: DeferredVotes = field(default_factory=DeferredVotes)
     plan: StepPlan | None = None
@@ -76,7 +79,8 @@ class StepSpec:
         if self.transform is None:
             return None
         known = self.planner.known_of if getattr(self.transform, "sent_only", False) else None
-        return Transforming(self.transform, captured, self.leftover, self.comm.world_size, known)
+        about = {"sites": self.comm.world_size, "known": known, "passes": self.passes}
+        return Transforming(self.transform, captured, self.leftover, **about)
 
     def refuse_leftover(self) -> None:
         """Raises if the transform would change a gradient that is none of this step's."""

@@ -13,6 +13,7 @@ from outergrad.core.transform import (
     GradientTransform,
     Projection,
     SampleRows,
+    Samples,
     SiteGradient,
     accumulating,
 )
@@ -21,6 +22,7 @@ from outergrad.linalg.outer import coalesce
 from outergrad.linalg.site_gradient import add_up
 from outergrad.step import param_grad
 from outergrad.step.captured import Captured
+from outergrad.step.passes import Passes
 
 
 class Transforming:
@@ -32,6 +34,7 @@ class Transforming:
         leftover: name of a parameter that had a gradient before, which is none of this step's.
         sites: number of sites in this step.
         known: tells what is sent of the weights of a unit; None if the transform does not ask.
+        passes: units in the passes of this step, for a transform that needs units; else None.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Transforming:
         leftover: str = "",
         sites: int = 1,
         known: Callable[[Unit, torch.device], Mapping[str, Projection]] | None = None,
+        passes: Passes | None = None,
     ) -> None:
         self._transform, self._captured, self._leftover = transform, captured, leftover
         self.holds_back = transform.needs_all_layers
@@ -51,9 +55,13 @@ class Transforming:
         self._sites, self._layers, self._known = sites, len(self._waiting), known
         self._before = _taken(self._params) if accumulating(transform) and not leftover else {}
         self._made: set[str] = set()
-        self._forward: int | None = None
-        # What is sent of a gradient is found from its rows.
-        if transform.needs_samples and getattr(transform, "forms", False) and known is None:
+        self._samples: Samples | None = None
+        self._passes = passes
+        if passes is not None and not self._before:  # what there was before was thrown away
+            passes.forget()
+        # What is sent of a gradient is found from its rows; units may have many samples.
+        early = known is None and passes is None
+        if early and transform.needs_samples and getattr(transform, "forms", False):
             captured.on_use = self._form
 
     @torch.no_grad()
@@ -75,6 +83,8 @@ class Transforming:
             check_transformed(self._transform, given, found)
             self._take(found)
             self._add_before(units)
+        if self._passes is not None and self._samples is not None:  # this pass ends the step
+            self._passes.forget()
 
     @torch.no_grad()
     def apply_partly(self) -> None:
@@ -88,7 +98,8 @@ class Transforming:
         units, used = self._waiting, self._captured.used
         for some in [units] if self.holds_back else [[unit] for unit in units]:
             found = part.partial(self._given(some)).formed
-            param_grad.add(self._params, {n: g for n, g in found.items() if n in used})
+            due = {n: g.to(self._params[n].dtype) for n, g in found.items() if n in used}
+            param_grad.add(self._params, due)
         self._captured.release()
         param_grad.add(self._params, self._before)
 
@@ -111,13 +122,21 @@ class Transforming:
                     samples = max(samples, count)
         in_rows = {name for slot in rows for name in slot.params}
         formed = {name: _gradient(p) for name, p in params.items() if name not in in_rows}
-        sent: dict[str, Projection] | None = None
-        if self._known is not None:
-            sent = {}
-            for unit in units:
-                if unit.slots and unit.slots[0] in rows:
-                    sent |= self._known(unit, self._params[unit.params[0]].device)
-        return SiteGradient(rows, formed, params, samples, self._sites, self._layers, sent)
+        unit_B = None if self._passes is None else self._unit_of_samples(rows)
+        about = {"sent": self._sent(units, rows), "unit_B": unit_B}
+        return SiteGradient(rows, formed, params, samples, self._sites, self._layers, **about)
+
+    def _sent(
+        self, units: Sequence[Unit], rows: Mapping[Slot, SampleRows]
+    ) -> dict[str, Projection] | None:
+        """Returns what is sent of weights, as far as it is known; None if it was not asked."""
+        if self._known is None:
+            return None
+        sent: dict[str, Projection] = {}
+        for unit in units:
+            if unit.slots and unit.slots[0] in rows:
+                sent |= self._known(unit, self._params[unit.params[0]].device)
+        return sent
 
     def _in_rows(self, unit: Unit) -> bool:
         """True if rows are the whole gradient of a unit; otherwise all of it is formed now.
@@ -165,15 +184,34 @@ class Transforming:
     def _sampled(self, slot: Slot) -> Iterator[SampledUse]:
         for use in self._captured.uses(slot):
             assert isinstance(use, SampledUse)
-            forward = use.samples.forward
-            self._forward = forward if self._forward is None else self._forward
-            if forward != self._forward:
+            if self._samples is None:
+                self._begin(use.samples)
+            elif use.samples.forward != self._samples.forward:
                 raise RuntimeError(
                     f"{slot.layer!r}: this backward goes through several forwards of the model, "
                     f"whose samples are not the same, and {self._transform!r} has to tell them "
                     f"apart: run one forward, of all samples, per backward"
                 )
             yield use
+
+    def _begin(self, samples: Samples) -> None:
+        """Notes the samples of this pass, of which its first use tells."""
+        if self._passes is not None:
+            if samples.units is None:
+                raise RuntimeError(
+                    f"{self._transform!r} clips all samples of a unit as one, and which sample is "
+                    f"of which is not known: call session.units(ids) before each forward of the "
+                    f"model, with one id for each of its {samples.total} samples"
+                )
+            self._passes.add(samples.units)
+        self._samples = samples
+
+    def _unit_of_samples(self, rows: Mapping[Slot, SampleRows]) -> Tensor:
+        ids = () if self._samples is None else self._samples.units or ()
+        numbers: dict[str, int] = {}
+        of_sample = [numbers.setdefault(one, len(numbers)) for one in ids]
+        device = next((part.factors.d_GRO.device for part in rows.values()), None)
+        return torch.tensor(of_sample, dtype=torch.int64, device=device)
 
     # -- output of the transform ------------------------------------------------------------------
 

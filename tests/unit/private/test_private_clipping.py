@@ -13,7 +13,7 @@ from torch import nn
 
 import outergrad as og
 from by_sample import Gradients, SampleCase, built, by_sample, length, loss_of, times, total
-from cases import relative_error
+from cases import Branches, relative_error
 from covering import covering
 from ranks import run_on_lasting_groups
 
@@ -132,6 +132,41 @@ def test_a_sample_is_never_longer_than_the_limit():
             )
             change = {n: BATCH * (g - without.get(n, 0 * g)) for n, g in whole.items()}
             assert 0 < length(change) < CLIP * (1 + 1e-4)
+
+
+def test_nearly_cancelling_uses_are_clipped_to_the_limit():
+    """Of one weight in two layers, whose gradients are 10,000 times as long as their sum."""
+    forward = lambda m, x: 1e4 * (m.one(x) - m.two(x + 1e-4 * x.roll(1, 1)))  # noqa: E731
+    one, two = (nn.Linear(30, 40, bias=False) for _ in range(2))
+    two.weight = one.weight
+    model = Branches(forward, one=one, two=two)
+    case = SampleCase(model, [torch.randn(1, 5, 30)])
+    assert 0.1 < length(by_sample(case, 0)[0]) / CLIP < 1e4
+    for noise in (0.0, LITTLE):
+        grads = shared(case, og.Dense(), noise=noise)[0]
+        of_sum = BATCH * length({n: g.double() for n, g in grads.items()})
+        assert 0.9 * CLIP < of_sum <= CLIP * (1 + 1e-5)
+
+
+def test_bfloat16_is_rounded_behind_the_noise(monkeypatch):
+    """Sums and noise are of float32 up to then."""
+    added = []
+
+    def add(source, t, deviation):
+        added.append(t.dtype)
+        return t
+
+    monkeypatch.setattr("outergrad.private.private.add", add)
+    linear = CASES["linear"]
+    batches = [x.bfloat16() for x in linear.batches]
+    case = SampleCase(copy.deepcopy(linear.model).bfloat16(), batches)
+    wanted = expected(
+        SampleCase(copy.deepcopy(case.model).float(), [x.float() for x in batches]), flat
+    )
+    for grads in shared(case, og.Dense(), noise=1.0):
+        assert {g.dtype for g in grads.values()} == {torch.bfloat16}
+        assert all(relative_error(grads[name], g) < 0.02 for name, g in wanted.items())
+    assert set(added) == {torch.float32}
 
 
 def test_an_empty_batch_adds_nothing_but_noise():

@@ -1,0 +1,66 @@
+"""Units of privacy: ids that the loop gives for the samples of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+
+class Units:
+    """Ids for the samples of the next forward, each list of which is taken once.
+
+    So ids of an earlier batch are never used for a later one: a forward without ids of its own has
+    none.
+    """
+
+    def __init__(self) -> None:
+        self._said: tuple[str, ...] | None = None
+
+    def say(self, ids: Iterable[Any]) -> None:
+        """Sets the ids of the next forward's samples; they replace those that none has taken.
+
+        Raises:
+            TypeError: an id is neither a whole number nor a text.
+        """
+        self._said = ids_of(ids, "session.units()")
+
+    def take(self, samples: int | None) -> tuple[str, ...] | None:
+        """Returns the ids for a forward of so many samples; None if there are none.
+
+        Raises:
+            ValueError: there is another number of ids.
+        """
+        said, self._said = self._said, None
+        if said is not None and len(said) != samples:
+            raise ValueError(
+                f"session.units(): {len(said)} ids were given, and the model is called with "
+                f"{samples} samples: give one id for each, in their order"
+            )
+        return said
+
+
+def ids_of(ids: Iterable[Any], where: str) -> tuple[str, ...]:
+    """Returns ids as texts: 7 and "7" are one unit, so that no unit is taken for two.
+
+    Errors do not show ids: their texts may be told to other sites.
+
+    Args:
+        ids: whole numbers and texts.
+        where: what was called with them.
+
+    Raises:
+        TypeError: an id is neither.
+    """
+    values: Any = ids.tolist() if isinstance(ids, Tensor) else ids
+    return tuple(_text(value, where) for value in values)
+
+
+def _text(value: Any, where: str) -> str:
+    if isinstance(value, str) or (hasattr(value, "__index__") and not isinstance(value, bool)):
+        return str(value)
+    raise TypeError(
+        f"{where}: a {type(value).__name__} is no id: give a whole number or a text for each "
+        f"sample, and leave out samples of which it is not known whose they are"
+    )
