@@ -74,10 +74,10 @@ loader = DataLoader(data, batch_sampler=sampler, collate_fn=og.private.CollateEm
 sampling = og.private.sampling_of(loader)
 # Whatever is stated holds against the other hospital; whoever gets the model learns less. RDP is
 # quick; accountant="pld", the default, needs less noise, and half a minute more.
-about = {"sites": sites, "sums": sums}
-counted = {"observer": "site", "accountant": "rdp"}
-noise = og.private.noise_for(EPSILON, DELTA, sampling, STEPS, **about, **counted)
-release = og.private.Release(noise, sampling, **about)
+noise = og.private.noise_for(
+    EPSILON, DELTA, sampling, STEPS, sites=sites, sums=sums, observer="site", accountant="rdp"
+)
+release = og.private.Release(noise, sampling, sites=sites, sums=sums)
 file = f"ledger-{site}.json"  # what was released stays released, if the training starts again
 ledger = og.private.Ledger(DELTA, stop_at=EPSILON, against="site", accountant="rdp", file=file)
 

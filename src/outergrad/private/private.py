@@ -71,8 +71,8 @@ class Private:
             "adaptive": flat, with a C that follows a quantile of the norms.
         unit: whose data one clipped gradient is of: "sample", or another word, as "patient", where
             several samples of a batch may be of one. `session.units(ids)` then says before each
-            forward whose each sample is, and the sum of a unit's gradients is clipped. `batch`
-            counts units, `batch_sampler` draws them (`PoissonSampler(groups=)`).
+            forward whose each sample is, the sum of a unit's gradients is clipped, and `batch`
+            counts units. `og.private.PoissonSampler(groups=...)` draws them.
         stability: of "automatic": a gradient of norm n becomes C n / (n + stability) long.
         quantile: of "adaptive": share of the samples whose gradients stay as they are.
         rate: of "adaptive": step of log C per unit by which that share is wrong.

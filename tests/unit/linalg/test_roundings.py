@@ -39,15 +39,16 @@ KINDS = {
     "numbers of one slot": (SMALL[:1], 8),
 }
 
+SHAPES = {30: (30, 50), 1: (1, 1), 6: (18, 9), 4: (20, 4), 8: (8,)}
+"""Of the weight, by the outputs of the first slot."""
+
 
 def gradient_of(name: str, gap: float, dtype: torch.dtype = torch.float32) -> og.SiteGradient:
     """Of samples whose rows are in pairs of opposite ones, but for the gap."""
     torch.manual_seed(0)
     slots, rows = KINDS[name]
-    shapes = {"w": (30, 50), "aw": (8, 3), "bw": (8, 3)}
-    sizes = {1: (1, 1), 6: (18, 9), 4: (20, 4), 20: (20, 4), 8: (8,)}
-    shapes["w"] = sizes.get(slots[0].outputs, (30, 50))
     one, two = slots[0], slots[-1]
+    shapes = {"w": SHAPES[one.outputs], "aw": (8, 3), "bw": (8, 3)}
     samples_N = torch.arange(B).repeat_interleave(rows)
     ids_N = torch.randint(0, 20, (len(samples_N),))
     d = torch.randn(one.groups, len(samples_N), one.outputs)
