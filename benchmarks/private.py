@@ -77,7 +77,6 @@ def untied() -> tuple[nn.Module, Tensor, Tensor]:
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor]]] = {
     "mlp": partial(workload, "mlp"),
-    "mlp-128": partial(workload, "mlp", 128),
     "mlp-512": partial(workload, "mlp", 512),
     "cnn": partial(workload, "cnn"),
     "gpt": partial(workload, "gpt"),
