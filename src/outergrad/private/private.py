@@ -89,7 +89,7 @@ class Private:
             A site keeps b - 1 tensors of the size of each parameter. 1 for independent noise.
         secure: whether noise is made of random bits of the operating system, each number as half
             the sum of four normal ones (Holohan and Braghin, arXiv 2107.10138): for the case that
-            somebody computes back from noise to its generator. It takes ten times as long.
+            somebody computes back from noise to its generator. It takes twenty times as long.
         generator: draws the noise, for an experiment that repeats; of each site its own. Whoever
             knows its seed can subtract the noise. None, the default: one that the operating system
             seeds.

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import outergrad as og
-from outergrad.linalg import sample_sums
 from outergrad.linalg.roundings import roundings
-from outergrad.linalg.sample_sums import SampleSums
+from outergrad.linalg.sample_products import as_vectors, products
+from outergrad.linalg.sample_sums import weighted_sum
 from outergrad.private.clipping import clipped
 from outergrad.transforms import norm, sample_norms
 
@@ -114,11 +114,8 @@ def test_norms_of_slots_of_one_weight(name, gap):
 def test_norms_are_never_too_small(name, gap):
     gradient = gradient_of(name, gap)
     expected = sample_norms(in_float64(gradient))
-    for most in (0.0, 1e9):  # without and with products that are kept
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sample_sums, "_MOST", most)
-            found = SampleSums(gradient).norms() + roundings(gradient)
-        assert bool((found.double() >= expected * (1 - 1e-7)).all())
+    found = sample_norms(gradient) + roundings(gradient)
+    assert bool((found.double() >= expected * (1 - 1e-7)).all())
 
 
 @pytest.mark.parametrize("gap", GAPS)
@@ -126,19 +123,28 @@ def test_norms_are_never_too_small(name, gap):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_formed_is_no_longer_than_the_limit(name, gap, dtype):
     """With its rounding errors, which are those of the rows and not of what is left of them."""
+    check_formed(gradient_of(name, gap, dtype))
+
+
+@pytest.mark.parametrize("gap", GAPS)
+@pytest.mark.parametrize("name", ["rows of one slot", "many rows of one slot"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_was_formed_early_is_no_longer_than_the_limit(name, gap, dtype):
+    """Products of samples, with their rounding errors, are what is clipped then."""
     gradient = gradient_of(name, gap, dtype)
+    ((slot, part),) = gradient.rows.items()
+    rows = as_vectors(slot, *products(slot, part, B))
+    check_formed(replace(gradient, rows=rows))
+
+
+def check_formed(gradient: og.SiteGradient) -> None:
     norms_B = sample_norms(gradient)
     limit = 0.5 * float(norms_B.median())
-    for most in (0.0, 1e9):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sample_sums, "_MOST", most)
-            sums = SampleSums(gradient)
-        factor_B = clipped(sums.norms() + roundings(gradient), limit)
-        assert float(factor_B.min()) < 1
-        for b in range(B):
-            only_B = torch.zeros(B).index_fill(0, torch.tensor([b]), float(factor_B[b]))
-            formed = sums.summed(only_B)
-            assert float(norm(in_float64(formed))) <= limit * (1 + 1e-6)
+    factor_B = clipped(norms_B + roundings(gradient), limit)
+    assert float(factor_B.min()) < 1
+    for b in range(B):
+        only_B = torch.zeros(B).index_fill(0, torch.tensor([b]), float(factor_B[b]))
+        assert float(norm(in_float64(weighted_sum(gradient, only_B)))) <= limit * (1 + 1e-6)
 
 
 def test_norms_of_ordinary_gradients_hardly_change():
