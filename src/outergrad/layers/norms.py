@@ -70,7 +70,9 @@ class NormRule(BareRule):
         d, samples = widened(call.d), len(call.a)
         if call.a.dim() > 1:  # the input, and not the ones of a bias or of copies
             d = d * self._normalised(module, call.a.to(d.dtype))
-        if isinstance(module, nn.GroupNorm):
-            return d.reshape(samples, module.num_channels, -1).sum(dim=2)
         numel = getattr(module, self._names[slot]).numel()
-        return d.reshape(samples, d.numel() // max(samples * numel, 1), numel).sum(dim=1)
+        if not samples:
+            return d.new_zeros(0, numel)
+        if isinstance(module, nn.GroupNorm):
+            return d.reshape(samples, numel, -1).sum(dim=2)
+        return d.reshape(samples, -1, numel).sum(dim=1)

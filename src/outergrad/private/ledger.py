@@ -398,7 +398,10 @@ class Ledger:
         return ("model", "site", "hub") if several else ("model",)
 
     def __str__(self) -> str:
-        neighbours = ADJACENCIES[self.adjacency]
+        units = {getattr(run.release.sampling, "unit", "sample") for run in self._runs}
+        unit = units.pop() if len(units) == 1 else "sample"
+        unit = "row" if unit == "sample" else unit
+        neighbours = ADJACENCIES[self.adjacency].replace("row", unit)
         lines = [f"ε at δ = {self.delta:g}, {neighbours}, after {self.steps:,} released steps"]
         if told := missing("dp_accounting"):
             lines.append(told)

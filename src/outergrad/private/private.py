@@ -144,6 +144,7 @@ class Private:
         self._require(apart, "bands", "1 with sent_only: what is sent changes from step to step")
         alone = self.generator is None or not self.secure
         self._require(alone, "generator", "None with secure=True")
+        self._check_seed()
         least = self.noise / 2 if self.clipping == "adaptive" else 0.0
         told = f"more than noise / 2 = {least:.3g}, or None with a larger batch"
         enough = not least or self._deviation_of_count > least
@@ -155,6 +156,21 @@ class Private:
         object.__setattr__(self, "_source", noise)
         object.__setattr__(self, "_threshold", threshold)
         self.restart()
+
+    def _check_seed(self) -> None:
+        """Checks that sites whose seeds differ draw other noise.
+
+        Raises:
+            ValueError: the generator takes no more than a part of its seed.
+        """
+        given = self.generator
+        if given is not None and given.device.type == "cpu" and given.initial_seed() >= 1 << 32:
+            raise ValueError(
+                f"Private: generator has the seed {given.initial_seed()}, of which PyTorch takes "
+                f"32 bits on a CPU: sites with other seeds may draw the same noise. Use "
+                f"torch.Generator().manual_seed(n) with an n below {1 << 32}, another one at each "
+                f"site"
+            )
 
     def restart(self) -> None:
         """Begins another sequence of noise in bands, which takes nothing back of the one before.

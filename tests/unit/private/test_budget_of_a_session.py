@@ -239,7 +239,7 @@ def test_another_history_is_an_error_that_names_the_site():
 
 def test_settings_of_ledgers_that_differ_are_an_error():
     def body(rank, group):
-        with pytest.raises(ValueError, match=r"site 1 has 'transform: .*stop_at=4"):
+        with pytest.raises(ValueError, match=r"site 1 has ['\"]transform: .*stop_at=4"):
             session_of(Ledger(DELTA, stop_at=3 + rank), group)
 
     run_on_lasting_groups(2, body)
