@@ -34,9 +34,9 @@ def findings_table(seen: Sequence[Seen]) -> Table:
     )
     table.pad_edge, table.padding = False, (0, 1, 0, 0)
     attacks = attacks_of(seen)
-    table.add_column("method")
+    table.add_column("method", overflow="fold")
     table.add_column("rows", justify="right")
-    table.add_column("seen")
+    table.add_column("seen", no_wrap=True)
     for attack in attacks:
         table.add_column(attack, justify="right")
     for one in seen:
