@@ -20,6 +20,8 @@ def told(finding: Finding | None) -> str:
     """Returns an attack's figure in a cell, with false alarms; a dash where it does not fit."""
     if finding is None:
         return "-"
+    if finding.by_quality:
+        return finding.figure
     figure = f"{finding.found:g}/{finding.of}" if finding.of else f"{finding.found:.2f}"
     return f"{figure} ({finding.false} false)" if finding.false else figure
 

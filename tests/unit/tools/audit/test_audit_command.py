@@ -67,7 +67,7 @@ def test_a_model_of_ones_own_is_audited(mine):
 
 def test_the_model_of_the_page_is_audited(mine):
     page = (REPOSITORY / "docs" / "audit.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (mine / "audited_people.py").write_text(code)
     result = run("--model", "audited_people:people", "--rows", "2", "--methods", "dad-activations")
     assert result.exit_code == 0, result.output
