@@ -22,7 +22,7 @@ SITES = 3
 CANARIES = 32
 """Rows beside the batches, which no attack may find in them."""
 
-PART, SUM, MASKED = "a site's own part", "a sum of two sites", "masked parts"
+PART, SUM, MASKED = "a part", "a sum of 2", "masked"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,6 +53,8 @@ class Finding:
         deviation: Standard deviation of an AUC by chance.
         canaries: Number of things planted that must not be found, if some were.
         figure: The figure in words.
+        by_quality: Whether the figure is how near inputs came, which says more than a number of
+            them.
         pictures: Truth and what came back, in pairs, for a page.
     """
 
@@ -66,6 +68,7 @@ class Finding:
     deviation: float = 0.0
     canaries: int = 0
     figure: str
+    by_quality: bool = False
     pictures: Sequence[tuple[Tensor, Tensor]] = field(default=(), repr=False, compare=False)
 
     @property
@@ -282,25 +285,32 @@ class Campaign:
             return cross_entropy(output, y)
 
         shape = tuple(truth.x.shape)
-        back = matched(self._model, view.gradients, shape, loss, generator=_generator())
+        low, high = truth.outside[0].aminmax()  # everybody knows what pixels are like
+        about = {"bounds": (float(low), float(high)), "generator": _generator()}
+        back = matched(self._model, view.gradients, shape, loss, **about)
         pairs = [*zip(truth.x, back, strict=True)]
-        quality = sum(psnr_db(b, t) for t, b in pairs) / len(pairs)
-        told = f"PSNR {quality:.0f} dB"
+        near_db = [psnr_db(b, t) for t, b in pairs]
+        told = f"PSNR {sum(near_db) / len(pairs):.0f} dB"
+        alike = [0.0] * len(pairs)
         if truth.x.ndim == 4:
-            told += f", SSIM {sum(ssim(b, t) for t, b in pairs) / len(pairs):.2f}"
-        seen = sum(psnr_db(b, t) > RECOGNISABLE_DB for t, b in pairs)
+            alike = [ssim(b, t) for t, b in pairs]
+            told += f", SSIM {sum(alike) / len(pairs):.2f}"
+        judged = zip(near_db, alike, strict=True)
+        seen = sum(db > RECOGNISABLE_DB or one > RECOGNISABLE_SSIM for db, one in judged)
         yield Finding(
             attack="inputs by matching",
             layer="all",
             found=seen,
             of=len(pairs),
             figure=told,
+            by_quality=True,
             pictures=pairs,
         )
 
 
-RECOGNISABLE_DB = 20.0
-"""PSNR from which on an input counts as found by matching."""
+RECOGNISABLE_DB, RECOGNISABLE_SSIM = 20.0, 0.6
+"""PSNR or SSIM from which on an input counts as found by matching: a norm hides brightness, which
+PSNR counts and SSIM hardly."""
 _SHOWN = 8
 
 

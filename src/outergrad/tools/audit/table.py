@@ -20,6 +20,8 @@ def told(finding: Finding | None) -> str:
     """Returns an attack's figure in a cell, with false alarms; a dash where it does not fit."""
     if finding is None:
         return "-"
+    if finding.by_quality:
+        return finding.figure
     figure = f"{finding.found:g}/{finding.of}" if finding.of else f"{finding.found:.2f}"
     return f"{figure} ({finding.false} false)" if finding.false else figure
 
@@ -34,9 +36,9 @@ def findings_table(seen: Sequence[Seen]) -> Table:
     )
     table.pad_edge, table.padding = False, (0, 1, 0, 0)
     attacks = attacks_of(seen)
-    table.add_column("method")
+    table.add_column("method", overflow="fold")
     table.add_column("rows", justify="right")
-    table.add_column("seen")
+    table.add_column("seen", no_wrap=True)
     for attack in attacks:
         table.add_column(attack, justify="right")
     for one in seen:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 
 import pytest
 from typer.testing import CliRunner
 
 from outergrad.tools.commands.app import app
+from places import REPOSITORY
 
 MINE = textwrap.dedent("""
     import torch
@@ -57,10 +59,19 @@ def test_a_model_of_ones_own_is_audited(mine):
     assert "<script" not in page
     told = json.loads((mine / "found.json").read_text())
     assert {(one["method"], one["rows"], one["observer"]) for one in told} >= {
-        ("dense", 1, "a site's own part"),
-        ("dense", 4, "a sum of two sites"),
-        ("dad-activations", 4, "a site's own part"),
+        ("dense", 1, "a part"),
+        ("dense", 4, "a sum of 2"),
+        ("dad-activations", 4, "a part"),
     }
+
+
+def test_the_model_of_the_page_is_audited(mine):
+    page = (REPOSITORY / "docs" / "audit.md").read_text()
+    code, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (mine / "audited_people.py").write_text(code)
+    result = run("--model", "audited_people:people", "--rows", "2", "--methods", "dad-activations")
+    assert result.exit_code == 0, result.output
+    assert "dad-activations: 2 of 2 rows" in result.output
 
 
 def test_a_method_that_does_not_fit_is_told_and_the_others_go_on(mine):

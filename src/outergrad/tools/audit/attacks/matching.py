@@ -14,9 +14,10 @@ def matched(
     shape: tuple[int, ...],
     loss: Callable[[Tensor], Tensor],
     *,
-    steps: int = 300,
+    steps: int = 600,
     lr: float = 0.1,
-    variation: float = 1e-4,
+    variation: float = 1e-2,
+    bounds: tuple[float, float] | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Returns inputs whose gradient points as the observed one does.
@@ -33,11 +34,15 @@ def matched(
         steps: Steps of Adam.
         lr: Its learning rate.
         variation: Weight of the total variation; for inputs of four dimensions alone.
+        bounds: Least and largest value of inputs, as of pixels; None if they are not known.
         generator: Draws the first inputs; PyTorch's own if None.
     """
     params = {n: p for n, p in model.named_parameters() if n in gradients and p.requires_grad}
     targets = [gradients[name].detach() for name in params]
-    x = torch.randn(shape, generator=generator).requires_grad_()
+    x = torch.randn(shape, generator=generator)
+    if bounds is not None:
+        x.sigmoid_().mul_(bounds[1] - bounds[0]).add_(bounds[0])
+    x.requires_grad_()
     optimizer = torch.optim.Adam([x], lr=lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
@@ -51,6 +56,8 @@ def matched(
         x.grad.sign_()
         optimizer.step()
         schedule.step()
+        if bounds is not None:
+            x.data.clamp_(*bounds)
     return x.detach()
 
 
