@@ -134,7 +134,7 @@ class _Scaled:
 
 @dataclass(frozen=True)
 class Seen:
-    """What an observer thinks of canaries.
+    """Scores that an observer gives to canaries.
 
     Attributes:
         scores: The higher, the rather it was there; float64, (trainings, canaries).
