@@ -77,7 +77,6 @@ sampling = og.private.sampling_of(loader)
 noise = og.private.noise_for(
     EPSILON, DELTA, sampling, STEPS, sites=sites, sums=sums, observer="site", accountant="rdp"
 )
-release = og.private.Release(noise, sampling, sites=sites, sums=sums)
 file = f"ledger-{site}.json"  # what was released stays released, if the training starts again
 ledger = og.private.Ledger(DELTA, stop_at=EPSILON, against="site", accountant="rdp", file=file)
 
@@ -93,7 +92,14 @@ model = nn.Sequential(  # a batch norm would mix patients: group norms see one i
     nn.Flatten(),
     nn.Linear(512, 2),
 )
-private = og.Private(clip=CLIP, noise=noise, batch=RATE * PATIENTS, unit="patient")
+private = og.Private(
+    clip=CLIP,
+    noise=noise,
+    batch=RATE * PATIENTS,
+    unit="patient",
+    ledger=ledger,  # each step is counted before anything of it is sent
+    sampling=sampling,  # not the loader: PATIENTS is about right, and is not compared
+)
 session = og.distribute(model, og.Dense(), transform=private)
 optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
 
@@ -105,11 +111,10 @@ def batches():
 
 try:
     for x, y, whose in batches():
-        ledger.check(release)  # both hospitals stop before the same step
-        ledger.record(release)
         optimizer.zero_grad()
         session.units(whose)  # all images of a patient are clipped as one
-        nn.functional.cross_entropy(model(x), y).backward()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()  # both hospitals stop before the same step
         optimizer.step()
 except og.private.BudgetSpentError as spent:
     if site == 0:
@@ -121,5 +126,5 @@ if site == 0:
         score = model(x).diff(dim=1)[:, 0]
     area = (score[y == 1][:, None] > score[y == 0]).float().mean()
     print(f"area under the curve on {len(y)} other images: {area:.3f}")
-    print(ledger)
+    print(session.privacy())
 dist.destroy_process_group()

@@ -161,9 +161,11 @@ class Private:
         """Checks that sites whose seeds differ draw other noise.
 
         Raises:
-            ValueError: the generator takes no more than a part of its seed.
+            ValueError: it is no generator, or takes no more than a part of its seed.
         """
         given = self.generator
+        is_one = given is None or isinstance(given, torch.Generator)
+        self._require(is_one, "generator", "a torch.Generator with a seed, or None")
         if given is not None and given.device.type == "cpu" and given.initial_seed() >= 1 << 32:
             raise ValueError(
                 f"Private: generator has the seed {given.initial_seed()}, of which PyTorch takes "

@@ -142,8 +142,8 @@ def _of_samples(model: nn.Module, method: Any, inspection: Inspection) -> Iterat
         if isinstance(module, _BatchNorm):
             yield (
                 f"needs_samples, but {name!r} is a {type(module).__name__}, which mixes the "
-                f"samples of a batch: use a GroupNorm or LayerNorm without parameters "
-                f"(affine=False)"
+                f"samples of a batch: use a GroupNorm or LayerNorm, which sees each sample by "
+                f"itself"
             )
     for name, k in inspection.every.items():
         if k > 1:

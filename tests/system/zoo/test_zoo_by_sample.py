@@ -61,9 +61,8 @@ MODELS: dict[str, Callable[[], SampleCase]] = {
     "lora on gpt2": lambda: lora("gpt2"),
 }
 OPACUS = {
-    "gpt2": "refuses positions that all samples share",
-    "bert": "refuses positions that all samples share",
-    "lora on gpt2": "refuses positions that all samples share",
+    "gpt2": "takes positions that all samples share for those of one sample",
+    "bert": "refuses a head whose bias belongs to two modules",
 }
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"

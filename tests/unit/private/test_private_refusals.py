@@ -29,6 +29,7 @@ REFUSED_SETTINGS = {
         "count_noise=0.5; use more than noise / 2 = 0.5",
     ),
     "count noise of a small batch": ({"clipping": "adaptive"}, "or None with a larger batch"),
+    "no generator": ({"generator": 3}, "a torch.Generator with a seed"),
     "seed": ({"generator": torch.Generator().manual_seed(1 << 32)}, "with an n below 4294967296"),
     "no seed": ({"generator": torch.Generator()}, "another one at each site"),
     "both": ({"secure": True, "generator": torch.Generator()}, "None with secure=True"),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
+from math import inf, nan
 from typing import Any
 
 import torch
@@ -94,20 +95,16 @@ class Asked:
         """Reads a name as `dad`, `rank-dad:rank=4` or `dense@8`.
 
         Raises:
-            RecipeError: There is no such method, or it is none of outergrad's.
+            RecipeError: There is no such method, or it is none of outergrad's, or ε is no number
+                above 0.
         """
-        method, _, epsilon = name.partition("@")
+        method, at, epsilon = name.partition("@")
         attach = attach_of(method, option)
         if not isinstance(attach, Distributed):
             raise RecipeError(
                 f"{option} {name}: outergrad does not send its messages; dense sends the same"
             )
-        try:
-            return cls(name, attach, float(epsilon) if epsilon else None)
-        except ValueError:
-            raise RecipeError(
-                f"{option} {name}: write ε as a number behind @, as dense@8"
-            ) from None
+        return cls(name, attach, _epsilon(epsilon, f"{option} {name}") if at else None)
 
     @property
     def steps(self) -> int:
@@ -125,6 +122,16 @@ class Asked:
         if self.epsilon is None:
             return None
         return og.Private(clip=CLIP, noise=_noise(self.epsilon), batch=samples)
+
+
+def _epsilon(text: str, told: str) -> float:
+    try:
+        epsilon = float(text)
+    except ValueError:
+        epsilon = nan
+    if not 0 < epsilon < inf:
+        raise RecipeError(f"{told}: write ε as a number above 0 behind @, as dense@8")
+    return epsilon
 
 
 @cache

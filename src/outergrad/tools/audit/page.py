@@ -25,6 +25,18 @@ _STYLE = """
 .pairs img { display: block; width: 84px; image-rendering: pixelated; margin-bottom: 3px; }
 .pairs figcaption { color: var(--quiet); font-size: 0.8rem; }
 .wide { overflow-x: auto; }
+.audit .words { text-align: left; }
+.audit td[data-share] { white-space: nowrap; }
+@media (max-width: 700px) {
+  .audit thead { display: none; }
+  .audit, .audit tbody, .audit tr { display: block; }
+  .audit tr { padding-bottom: 1.2rem; }
+  .audit tbody th { display: block; font-weight: 600; }
+  .audit td, .audit .words { display: flex; justify-content: space-between; gap: 1rem; }
+  .audit td, .audit .words { text-align: right; }
+  .audit td::before { content: attr(data-name); color: var(--quiet); text-align: left; }
+  .audit td[data-share]::before { color: inherit; }
+}
 """
 _LEAD = (
     "Each row is what one observer has of one step; each column an attack on it, which has the "
@@ -66,21 +78,28 @@ def _table(seen: Sequence[Seen]) -> str:
 
 
 def _row(one: Seen, attacks: Sequence[str]) -> str:
-    start = f"<th scope=row>{escape(one.method)}</th><td>{one.rows}</td>"
+    start = f'<th scope=row>{escape(one.method)}</th><td data-name="rows">{one.rows}</td>'
     if one.refused:
-        return f"<tr>{start}<td colspan={len(attacks) + 2}>refused: {escape(one.refused)}</td></tr>"
+        width = len(attacks) + 2
+        refused = f'<td class="words" colspan={width} data-name="refused">{escape(one.refused)}'
+        return f"<tr>{start}{refused}</td></tr>"
     by_attack = {finding.attack: finding for finding in one.findings}
-    cells = "".join(_cell(by_attack.get(attack)) for attack in attacks)
-    return f"<tr>{start}<td>{escape(one.observer)}</td><td>{escape(one.who)}</td>{cells}</tr>"
+    cells = "".join(_cell(attack, by_attack.get(attack)) for attack in attacks)
+    words = "".join(
+        f'<td class="words" data-name="{name}">{escape(text)}</td>'
+        for name, text in (("seen", one.observer), ("by whom", one.who))
+    )
+    return f"<tr>{start}{words}{cells}</tr>"
 
 
-def _cell(finding: Finding | None) -> str:
+def _cell(attack: str, finding: Finding | None) -> str:
+    name = f'data-name="{escape(attack, quote=True)}"'
     if finding is None:
-        return "<td>\N{EN DASH}</td>"
+        return f"<td {name}>\N{EN DASH}</td>"
     about = escape(f"{finding.layer}: {finding.figure}", quote=True)
     share = f"{0.6 * finding.share:.2f}"
     text = escape(told(finding))
-    return f'<td data-share title="{about}" style="--share: {share}">{text}</td>'
+    return f'<td {name} data-share title="{about}" style="--share: {share}">{text}</td>'
 
 
 def _galleries(seen: Sequence[Seen]) -> Iterator[str]:

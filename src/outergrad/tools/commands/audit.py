@@ -85,6 +85,9 @@ def audit_command(
             positions=positions,
             matching=matching,
         )
+        for option, path in (("-o", out), ("--json", json_file)):
+            if path is not None and not path.resolve().parent.is_dir():
+                raise RecipeError(f"{option} {path}: there is no folder {path.resolve().parent}")
         if threads is not None:
             torch.set_num_threads(threads)
         seen = _watched(question)

@@ -93,7 +93,9 @@ class PrivacyPlan:
             f"noise of {self.noise:.3f} clips in the sum of gradients, "
             f"{self.noise / self.sites**0.5:.3f} from each of {self.sites} sites: "
             f"{asked.epochs:g} epochs are {self.steps:,} steps of Poisson batches, with each of a "
-            f"site's {asked.samples:,} rows in one with probability {self.rate:.4g}."
+            f"site's {asked.samples:,} rows in one with probability {self.rate:.4g}. "
+            f"Bytes and seconds above are without noise: with og.Private gradients travel dense "
+            f'or in sums, and not by every method (docs/private.md, "Which method").'
         )
 
     @property
