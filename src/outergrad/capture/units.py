@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import index
 from typing import Any
 
 from torch import Tensor
@@ -58,8 +59,13 @@ def ids_of(ids: Iterable[Any], where: str) -> tuple[str, ...]:
 
 
 def _text(value: Any, where: str) -> str:
-    if isinstance(value, str) or (hasattr(value, "__index__") and not isinstance(value, bool)):
+    if isinstance(value, str):
         return str(value)
+    if hasattr(value, "__index__") and not isinstance(value, bool):
+        try:
+            return str(index(value))  # that of a tensor, whose text is another than its number's
+        except TypeError:
+            pass
     raise TypeError(
         f"{where}: a {type(value).__name__} is no id: give a whole number or a text for each "
         f"sample, and leave out samples of which it is not known whose they are"

@@ -215,7 +215,7 @@ class Ledger:
         """Counts a step, or several; call it before the first message of the step is sent.
 
         Raises:
-            ValueError: `steps` is negative.
+            ValueError: `steps` is negative, or the release protects another unit than those before.
             OSError: the ledger's file cannot be written; nothing was counted.
         """
         if steps < 0:
@@ -309,6 +309,12 @@ class Ledger:
         return self._runs[-1].steps if self._runs and self._runs[-1].release == release else 0
 
     def _with(self, release: Release, steps: int) -> list[Run]:
+        if self._runs and _unit(self._runs[-1].release) != _unit(release):
+            raise ValueError(
+                f"this ledger has counted releases per {_unit(self._runs[-1].release)}, and this "
+                f"is one per {_unit(release)}: neither protects the other's unit as much, so give "
+                f"it a ledger of its own"
+            )
         latest = self._latest(release)
         before = self._runs[:-1] if latest else self._runs
         return [*before, Run(release, latest + steps)]
@@ -360,12 +366,9 @@ class Ledger:
         delta: float | None = None,
         accountant: Accountant | None = None,
     ) -> float:
-        releases: Counter[Release] = Counter()
-        for release, steps in runs:
-            releases[release] += steps
-        of_several = any(release.sites > self.colluding for release in releases)
+        of_several = any(run.release.sites > self.colluding for run in runs)
         spent: Counter[tuple[float, Sampling]] = Counter()
-        for release, steps in releases.items():
+        for release, steps in _in_turn(runs):
             noise = self._noise(release, observer, of_several)
             spent[noise, release.sampling] += release.sampling.turns(steps)
         return epsilon(
@@ -398,7 +401,7 @@ class Ledger:
         return ("model", "site", "hub") if several else ("model",)
 
     def __str__(self) -> str:
-        units = {getattr(run.release.sampling, "unit", "sample") for run in self._runs}
+        units = {_unit(run.release) for run in self._runs}
         unit = units.pop() if len(units) == 1 else "sample"
         unit = "row" if unit == "sample" else unit
         neighbours = ADJACENCIES[self.adjacency].replace("row", unit)
@@ -458,6 +461,32 @@ class Ledger:
             self.load_state_dict(json.loads(file.read_text()))
         except ValueError as error:
             raise ValueError(f"file={str(file)!r} holds no ledger: {error}") from error
+
+
+def _unit(release: Release) -> str:
+    return getattr(release.sampling, "unit", "sample")
+
+
+def _in_turn(runs: Sequence[Run]) -> list[Run]:
+    """Returns runs with those put together in which parts go on in turn, or that have no parts.
+
+    Where other releases of a sequence lie between two runs, parts had their turns in these, and the
+    same part may be the first in both.
+    """
+    found: list[Run] = []
+    latest: dict[tuple[type[Sampling], str], int] = {}
+    place: dict[Release, int] = {}
+    for release, steps in runs:
+        of = type(release.sampling), release.sequence
+        before = place.get(release)
+        goes_on = not isinstance(release.sampling, CyclicPoisson) or latest.get(of) == before
+        if before is not None and goes_on:
+            found[before] = Run(release, found[before].steps + steps)
+        else:
+            before = len(found)
+            found.append(Run(release, steps))
+        place[release] = latest[of] = before
+    return found
 
 
 def _state(runs: Sequence[Run]) -> dict[str, Any]:

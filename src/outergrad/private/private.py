@@ -276,7 +276,20 @@ class Private:
 
     @torch.no_grad()
     def partial(self, gradient: SiteGradient) -> SiteGradient:
-        """Returns S / batch times the clipped sum of a pass that is shared later, formed."""
+        """Returns S / batch times the clipped sum of a pass that is shared later, formed.
+
+        Raises:
+            RuntimeError: `param.grad`, in which it waits, has fewer bits than float32.
+        """
+        for name, p in gradient.params.items() if self.noise else ():
+            if torch.finfo(p.dtype).bits < 32:
+                raise RuntimeError(
+                    f"{self!r}: {name!r} is {p.dtype}, and so is the clipped sum that waits in its "
+                    f"grad for the next pass, without noise: one sample could change the rounding "
+                    f"of all numbers of it, by more than C. Make each step in one pass, without "
+                    f"session.no_sync(), or keep the weights in float32 and compute within "
+                    f"torch.autocast"
+                )
         return self._summed(gradient)
 
     def _summed(self, gradient: SiteGradient) -> SiteGradient:

@@ -152,7 +152,7 @@ class PoissonSampler(_DrawnBatches):
             raise ValueError(f"rows must be 1 or more, not {rows!r}")
         if groups is None and at_most is not None:
             raise ValueError("at_most is about the rows of a group: pass groups=, or leave it out")
-        if groups is not None and not unit:
+        if groups is not None and unit in (None, "", "sample"):  # samples are drawn one by one
             raise ValueError("groups: say of what: pass unit='patient', as to og.Private(unit=)")
         self.units = rows
         draw = partial(_poisson, rows, rate)

@@ -18,6 +18,7 @@ from outergrad.core.transform import (
     accumulating,
 )
 from outergrad.core.types import Factors, Slot, Unit
+from outergrad.linalg.full_precision import full_precision
 from outergrad.linalg.outer import coalesce
 from outergrad.linalg.site_gradient import add_up
 from outergrad.step import param_grad
@@ -52,6 +53,7 @@ class Transforming:
         in_units = {name for unit in model.units for name in unit.params}
         plain = [Unit((), (n,), p.numel()) for n, p in self._params.items() if n not in in_units]
         self._waiting: list[Unit] = [*model.units, *plain]
+        self._device = next((p.device for p in self._params.values()), torch.device("cpu"))
         self._sites, self._layers, self._known = sites, len(self._waiting), known
         self._before = _taken(self._params) if accumulating(transform) and not leftover else {}
         self._made: set[str] = set()
@@ -78,8 +80,9 @@ class Transforming:
         refuse_leftover(self._leftover, self._transform)
         self._waiting = [unit for unit in self._waiting if unit not in due]
         for units in [due] if self.holds_back else [[unit] for unit in due]:
-            given = self._given(units)
-            found = self._transform(given)
+            with full_precision(self._device):
+                given = self._given(units)
+                found = self._transform(given)
             check_transformed(self._transform, given, found)
             self._take(found)
             self._add_before(units)
@@ -97,7 +100,8 @@ class Transforming:
         assert part is not None
         units, used = self._waiting, self._captured.used
         for some in [units] if self.holds_back else [[unit] for unit in units]:
-            found = part.partial(self._given(some)).formed
+            with full_precision(self._device):
+                found = part.partial(self._given(some)).formed
             due = {n: g.to(self._params[n].dtype) for n, g in found.items() if n in used}
             param_grad.add(self._params, due)
         self._captured.release()
@@ -164,7 +168,8 @@ class Transforming:
         of_params = self._captured.model.slots_of
         others = (other for name in slot.params for other in of_params[name] if other != slot)
         if isinstance(use, SampledUse) and not any(add_up(slot, other) for other in others):
-            use.form(slot)
+            with full_precision(self._device):
+                use.form(slot)
 
     def _rows(self, slot: Slot) -> tuple[dict[Slot, SampleRows], int]:
         """Returns the rows of all uses, and the number of their samples."""
