@@ -190,6 +190,7 @@ def assert_steady(early: Held, late: Held, steps: int) -> None:
     assert grown["files"] <= 0, grown
 
 
+@pytest.mark.alone  # what threads of other tests allocate would be counted, too
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_nothing_is_left_behind_by_steps(tmp_path):
