@@ -1,11 +1,21 @@
-"""Text from files and other sites, made safe to print on a terminal."""
+"""Text made fit for a terminal: safe where it is from files and other sites, and short."""
 
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
 
 _STEERING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 """Unicode categories of invisible characters: control, format, surrogate, line separators."""
+
+
+_SHOWN = 4
+
+
+def first_few(names: Sequence[str]) -> str:
+    """Lists the first names, and tells how many more there are."""
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def printable(text: str, keep: str = "") -> str:

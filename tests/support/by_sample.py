@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cases import Branches, mlp
+from cases import Branches, mlp, relative_error
 
 Gradients = dict[str, Tensor]
 
@@ -51,6 +51,18 @@ def total(parts: Sequence[Gradients]) -> Gradients:
 def length(gradients: Gradients) -> float:
     """The norm over all parameters."""
     return float(torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt())
+
+
+def check_close(found: Gradients, wanted: Gradients) -> None:
+    """Checks gradients by parameter; those that are next to nothing by their absolute error."""
+    whole = length(wanted)
+    assert whole > 0
+    for name, g in wanted.items():
+        if name not in found:
+            assert not g.any(), f"{name!r} has no gradient"
+            continue
+        near = float((found[name].double() - g).norm()) < 1e-6 * whole
+        assert near or relative_error(found[name], g) < 1e-5, name
 
 
 def times(factor: float, gradients: Gradients) -> Gradients:

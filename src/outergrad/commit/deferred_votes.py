@@ -137,6 +137,7 @@ class DeferredVotes:
         Raises:
             ExchangeError: another site is lost, or the votes are.
         """
+        # Behind a step with a vote of its own, as behind one without, it is compared on the board.
         late = self.is_settled and not self.are_compared
         event = Event.MEETS if late else Event.SETTLES
         return self._perform(self._machine.on(event), compare=compare)

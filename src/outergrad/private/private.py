@@ -23,7 +23,7 @@ from outergrad.private.counting import StepCounter
 from outergrad.private.ledger import Ledger
 from outergrad.private.noise import Noise, add, source
 from outergrad.private.quantile import Threshold
-from outergrad.private.samplers import sampling_of
+from outergrad.private.samplers import expected_size, sampling_of
 from outergrad.private.sampling import Fixed, Poisson, Sampling
 
 Clipping = Literal["flat", "per_layer", "automatic", "adaptive"]
@@ -198,9 +198,7 @@ class Private:
         self._require(self.ledger is None or self.bands == 1, "ledger", by_hand)
         expected = sampling.size if isinstance(sampling, Fixed) else None
         if isinstance(sampling, DataLoader):
-            found = sampling_of(sampling)
-            units = getattr(sampling.batch_sampler, "units", len(sampling.dataset))  # type: ignore[arg-type]
-            expected = found.size if isinstance(found, Fixed) else found.rate * units
+            found, expected = sampling_of(sampling), expected_size(sampling)
             object.__setattr__(self, "sampling", found)
         told = "og.private.Poisson(rate), og.private.Fixed(size, rows) or a DataLoader"
         known = self.sampling is None or isinstance(self.sampling, Poisson | Fixed)

@@ -33,13 +33,21 @@ class _DrawnBatches(Sampler[list[int]]):
     """Its seed is a secret of this site: checkpoints do not hand it to new sites."""
 
     def __init__(
-        self, sampling: Sampling, rows: int, draw: _Draw, steps: int | None, site: int, seed: Any
+        self,
+        sampling: Sampling,
+        rows: int,
+        draw: _Draw,
+        steps: int | None,
+        site: int,
+        seed: Any,
+        units: int | None = None,
     ) -> None:
         if site < 0:
             raise ValueError(f"site must be 0 or more, not {site!r}")
         if steps is not None and steps < 1:
             raise ValueError(f"steps must be 1 or more, not {steps!r}")
         self.sampling, self.rows, self.site = sampling, rows, site
+        self.units = rows if units is None else units
         self.steps = max(1, round(1 / sampling.rate)) if steps is None else steps
         self.drawn = 0
         self._draw, self._seed = draw, secrets.randbits(128) if seed is None else int(seed)
@@ -154,13 +162,12 @@ class PoissonSampler(_DrawnBatches):
             raise ValueError("at_most is about the rows of a group: pass groups=, or leave it out")
         if groups is not None and unit in (None, "", "sample"):  # samples are drawn one by one
             raise ValueError("groups: say of what: pass unit='patient', as to og.Private(unit=)")
-        self.units = rows
-        draw = partial(_poisson, rows, rate)
+        draw, units = partial(_poisson, rows, rate), rows
         if groups is not None:
             rows_of = _rows_of(ids_of(groups, "PoissonSampler"), rows)
-            self.units = len(rows_of)
             draw = partial(_poisson_groups, rows_of, rate, _most(at_most, rows))
-        super().__init__(Poisson(rate, unit or "sample"), rows, draw, steps, site, seed)
+            units = len(rows_of)
+        super().__init__(Poisson(rate, unit or "sample"), rows, draw, steps, site, seed, units)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what `load_state_dict` needs; it holds the secret seed."""
@@ -344,6 +351,20 @@ def sampling_of(loader: DataLoader[Any]) -> Sampling:
         f"batch_sampler=PoissonSampler(len(dataset), rate) to the DataLoader, on this site's rows "
         f"alone"
     )
+
+
+def expected_size(loader: DataLoader[Any]) -> float:
+    """Returns how many rows, or other units, a loader draws per batch on average.
+
+    Raises:
+        ValueError: as `sampling_of`.
+    """
+    sampling = sampling_of(loader)
+    if isinstance(sampling, Fixed):
+        return sampling.size
+    sampler = loader.batch_sampler
+    assert isinstance(sampler, _DrawnBatches)
+    return sampling.rate * sampler.units
 
 
 def _rows(loader: DataLoader[Any]) -> int:

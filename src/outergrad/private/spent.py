@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from outergrad._printable import first_few
 from outergrad.core.packages import missing
 from outergrad.private.ledger import Ledger
 from outergrad.private.observers import Observer
-
-_NAMES_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,5 @@ def _of_noise(noise: float) -> str:
 def _of_local(names: Collection[str]) -> str:
     if not names:
         return ""
-    first = ", ".join(list(names)[:_NAMES_SHOWN])
-    more = f" and {len(names) - _NAMES_SHOWN:,} more" if len(names) > _NAMES_SHOWN else ""
-    return f"not covered: {first}{more}, trained at this site alone, without noise: do not publish"
+    told = first_few(list(names))
+    return f"not covered: {told}, trained at this site alone, without noise: do not publish"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outergrad._amounts import amount, many
-from outergrad._printable import printable
+from outergrad._printable import first_few, printable
 from outergrad._version import __version__
 from outergrad._whole_files import write_whole
 from outergrad.report.page import asset, whole_page
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 UNKNOWN = "not recorded"
-_NAMES_SHOWN = 4
 _COUNTS = (
     "how many rows each layer had, how many distinct ids were looked up in an embedding (its "
     "factors name them), and which parameters were used"
@@ -182,7 +181,7 @@ def _numel(recording: Recording) -> dict[str, int]:
 def _named(names: Sequence[str], numel: Mapping[str, int]) -> str:
     numbers = sum(numel.get(name, 0) for name in names)
     count = f", {numbers:,} numbers" if numbers else ""
-    return f"{many(len(names), 'parameter')}{count} ({_shown(names)})"
+    return f"{many(len(names), 'parameter')}{count} ({first_few(names)})"
 
 
 def _travelled(recording: Recording, names: Mapping[int, str]) -> Iterator[Fact]:
@@ -212,14 +211,9 @@ def _buffers(recording: Recording) -> str:
         "mean": "those of every site, to all others, which take the mean",
     }
     return "; ".join(
-        f"after each step that wrote to them, {ways.get(kind, kind)}: {_shown(found)}"
+        f"after each step that wrote to them, {ways.get(kind, kind)}: {first_few(found)}"
         for kind, found in kinds.items()
     )
-
-
-def _shown(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMES_SHOWN:,} more" if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(names[:_NAMES_SHOWN]) + more
 
 
 def _way(recording: Recording) -> Iterator[Fact]:

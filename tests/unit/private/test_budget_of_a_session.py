@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import outergrad as og
-from cases import mlp
+from cases import Boom, mlp
 from outergrad.private import (
     BudgetSpentError,
     CollateEmpty,
@@ -174,15 +174,6 @@ def test_two_sessions_share_a_budget(noises):
 def test_a_site_whose_step_raised_where_the_budget_ends_stops_with_the_others():
     """In its loss, before it could begin the step. The others do not wait for it afterwards."""
 
-    class Raises(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ArithmeticError("here")
-
     def body(rank, group):
         ledger = quick(stop_at=epsilon_of(3))
         model, session = session_of(ledger, group)
@@ -191,7 +182,7 @@ def test_a_site_whose_step_raised_where_the_budget_ends_stops_with_the_others():
             model.zero_grad()
             loss = model(torch.randn(3, 6)).square().mean()
             with pytest.raises(ArithmeticError):
-                Raises.apply(loss).backward()
+                Boom.apply(loss, True).backward()
         made, error = steps_until_spent(model)
         session.detach()
         return made, error.steps, ledger.steps

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import outergrad as og
-from cases import mlp
+from cases import Boom, mlp
 from outergrad.private import (
     Ledger,
     Poisson,
@@ -95,18 +95,6 @@ def test_it_counts_before_anything_is_sent(tmp_path):
     assert json.loads((tmp_path / "ledger.json").read_text())["runs"][0]["steps"] == 1
 
 
-class Raises(torch.autograd.Function):
-    """Whose backward raises."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ArithmeticError("here")
-
-
 class Switched(nn.Module):
     """Whose backward can be made to raise, in its middle."""
 
@@ -118,7 +106,7 @@ class Switched(nn.Module):
 
     def forward(self, x):
         x = self.first(x).tanh()
-        return self.second(Raises.apply(x) if self.raises else x)
+        return self.second(Boom.apply(x, self.raises))
 
 
 def make_steps(model, fails_here, *, early=False, steps=4):
@@ -130,7 +118,7 @@ def make_steps(model, fails_here, *, early=False, steps=4):
         model.raises = fails and not early
         loss = loss_of(model)
         try:
-            (Raises.apply(loss) if fails and early else loss).backward()
+            Boom.apply(loss, fails and early).backward()
         except (og.StepDiscardedError, ArithmeticError):
             raised.append(step)
     return raised

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import outergrad as og
-from cases import mlp
+from cases import Boom, mlp
 from outergrad.core import packages
 from outergrad.private import Ledger, Poisson, Release, Run
 from ranks import run_on_lasting_groups
@@ -37,18 +37,6 @@ def make_step(model, rows=3):
 
 
 # -- a training with all that may happen ----------------------------------------------------------
-
-
-class Raises(torch.autograd.Function):
-    """Whose backward raises."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ArithmeticError("here")
 
 
 class Training:
@@ -83,7 +71,7 @@ class Training:
         loss = self.model(torch.randn(3, 6)).square().mean()
         error = ArithmeticError if self.rank == 1 else og.StepDiscardedError
         with pytest.raises(error):
-            (Raises.apply(loss) if self.rank == 1 else loss).backward()
+            Boom.apply(loss, self.rank == 1).backward()
         self.model.zero_grad()
 
 

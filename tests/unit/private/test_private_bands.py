@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting import pld, rdp
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import outergrad as og
@@ -29,15 +28,10 @@ from outergrad.private import (
 )
 from outergrad.private.correlated import Banded, coefficients
 from outergrad.private.noise import Random
-from ranks import run_on_lasting_groups
+from released_noise import released_noise, within
 
 CLIP, SIGMA, BATCH, STEPS, BANDS = 0.3, 1.5, 8, 250, 4
 SETTINGS = {"clip": CLIP, "noise": SIGMA, "batch": BATCH}
-
-
-def within(squares: float, count: int, deviation: float) -> bool:
-    """True if a sum of squares is that of so many normal numbers: chi squared within 5 sigma."""
-    return abs(squares / deviation**2 - count) < 5 * math.sqrt(2 * count)
 
 
 def strategy(bands: int, steps: int) -> np.ndarray:
@@ -53,22 +47,13 @@ def strategy(bands: int, steps: int) -> np.ndarray:
 def released(sites, steps, bands, without=0, **about):
     """Noise on the released sums of each step (steps, 8): samples add nothing."""
 
-    def body(rank, group):
-        torch.manual_seed(0)
-        model = nn.Linear(8, 1, bias=False)
+    def private_of(_rank):
         private = og.Private(bands=bands, **(SETTINGS | about))
         if without:
             private._banded._of_past = private._banded._of_past[:-without]
-        session = og.distribute(model, og.Dense(), group=group, transform=private)
-        found = []
-        for _ in range(steps):
-            model.zero_grad()
-            (0.0 * model(torch.ones(1, 8)).mean()).backward()
-            found.append(BATCH * model.weight.grad.flatten())
-        session.detach()
-        return torch.stack(found).double()
+        return private
 
-    return run_on_lasting_groups(sites, body)[0]
+    return released_noise(private_of, sites, steps)[0].double()
 
 
 def is_independent(z: np.ndarray, deviation: float) -> bool:

@@ -18,6 +18,7 @@ from cases import mlp
 from outergrad.private.noise import Generated, Noise, Random, Secure, add
 from outergrad.step.step import SharedStep
 from ranks import run_on_lasting_groups
+from released_noise import released_noise, within
 
 CLIP, SIGMA, BATCH, STEPS = 0.3, 1.5, 8, 250
 SOURCES = {
@@ -34,31 +35,16 @@ class Silent:
         return torch.zeros(count)
 
 
-def within(squares: float, count: int, deviation: float) -> bool:
-    """True if a sum of squares is that of so many normal numbers: chi squared within 5 sigma."""
-    return abs(squares / deviation**2 - count) < 5 * math.sqrt(2 * count)
-
-
 def released(sites: int, steps: int, silent: int | None = None, **about) -> list[torch.Tensor]:
     """Per site, noise on the released sums of each step (steps, 8): samples add nothing."""
 
-    def body(rank, group):
-        torch.manual_seed(0)
-        model = nn.Linear(8, 1, bias=False)
-        settings = {"clip": CLIP, "noise": SIGMA, "batch": BATCH, **about}
-        private = og.Private(**settings)
+    def private_of(rank):
+        private = og.Private(**{"clip": CLIP, "noise": SIGMA, "batch": BATCH, **about})
         if rank == silent:
             object.__setattr__(private, "_source", Silent())
-        session = og.distribute(model, og.Dense(), group=group, transform=private)
-        found = []
-        for _ in range(steps):
-            model.zero_grad()
-            (0.0 * model(torch.ones(1, 8)).mean()).backward()
-            found.append(BATCH * model.weight.grad.flatten())
-        session.detach()
-        return torch.stack(found)
+        return private
 
-    return run_on_lasting_groups(sites, body)
+    return released_noise(private_of, sites, steps)
 
 
 @pytest.mark.parametrize("sites", [2, 3])

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import outergrad as og
-from by_sample import Gradients, SampleCase, built, length, loss_of, times, total
-from cases import mlp, relative_error
+from by_sample import Gradients, SampleCase, built, check_close, length, loss_of, times, total
+from cases import mlp
 from covering import covering
 from ranks import run_on_lasting_groups
 
@@ -56,17 +56,6 @@ def expected(case: SampleCase, clip: Callable[[Gradients], Gradients], ids=IDS) 
     return times(1 / BATCH, total([clip(one) for one in units]))
 
 
-def check(found: Gradients, wanted: Gradients) -> None:
-    whole = length(wanted)
-    assert whole > 0
-    for name, g in wanted.items():
-        if name not in found:
-            assert not g.any(), f"{name!r} has no gradient"
-            continue
-        near = float((found[name].double() - g).norm()) < 1e-6 * whole
-        assert near or relative_error(found[name], g) < 1e-5, name
-
-
 def shared(case: SampleCase, method: Any, ids: Sequence[Any] = IDS, **about: Any):
     """What each site has in `param.grad` after a step."""
 
@@ -94,7 +83,7 @@ def test_clipped_sums_are_those_of_units_one_by_one(name, noise, clipping):
     case, clip = CASES[name], {"flat": flat, "automatic": automatic}[clipping]
     method = og.Dense() if noise else og.DAD(always=True)
     for grads in shared(case, method, clipping=clipping, noise=noise):
-        check(grads, expected(case, clip))
+        check_close(grads, expected(case, clip))
 
 
 @pytest.mark.parametrize("name", ["linear", "conv", "tied"])
@@ -102,7 +91,7 @@ def test_a_unit_for_each_sample_is_no_unit(name):
     case = CASES[name]
     apart = [list(range(len(x))) for x in case.batches]
     plain = shared(case, og.Dense(), apart, noise=LITTLE)
-    check(plain[0], expected(case, flat, apart))
+    check_close(plain[0], expected(case, flat, apart))
 
 
 @pytest.mark.parametrize("noise", [0.0, LITTLE])
@@ -118,7 +107,7 @@ def test_layers_are_clipped_by_themselves(noise):
         return found
 
     for grads in shared(case, og.Dense(), clipping="per_layer", noise=noise):
-        check(grads, expected(case, clip))
+        check_close(grads, expected(case, clip))
 
 
 def test_a_unit_is_never_longer_than_the_limit():

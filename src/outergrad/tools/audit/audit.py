@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from outergrad.launch.errors import RecipeError
-from outergrad.tools.audit.campaign import Campaign, Finding, Truth, without_pictures
+from outergrad.tools.audit.campaign import Campaign, Finding, Truth
 from outergrad.tools.audit.observed import Asked, Batches, observed
 from outergrad.tools.audit.places import places_of
 from outergrad.tools.audit.view import View, is_summed, masked, summed, view_of
@@ -83,8 +83,7 @@ class Seen:
     def as_dict(self) -> dict[str, Any]:
         """Returns it in JSON types, without pictures."""
         told = {k: getattr(self, k) for k in ("method", "rows", "observer", "who", "refused")}
-        kept = [vars(without_pictures(finding)) for finding in self.findings]
-        return told | {"findings": [{**one, "pictures": None} for one in kept]}
+        return told | {"findings": [{**vars(one), "pictures": None} for one in self.findings]}
 
 
 @dataclass(frozen=True, kw_only=True)

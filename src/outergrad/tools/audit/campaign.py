@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,11 @@ SEED = 0
 _MOST_MEMBERS = 32
 MOST_MATCHED = 2
 """Rows up to which inputs are matched by optimisation: with more, nothing recognisable comes."""
+_RECOGNISABLE_DB, _RECOGNISABLE_SSIM = 20.0, 0.6
+"""PSNR or SSIM from which on an input counts as found by matching: a norm hides brightness, which
+PSNR counts and SSIM hardly."""
+_PICTURES = 8
+"""Rows that are shown beside the truth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +301,7 @@ class Campaign:
             alike = [ssim(b, t) for t, b in pairs]
             told += f", SSIM {sum(alike) / len(pairs):.2f}"
         judged = zip(near_db, alike, strict=True)
-        seen = sum(db > RECOGNISABLE_DB or one > RECOGNISABLE_SSIM for db, one in judged)
+        seen = sum(db > _RECOGNISABLE_DB or one > _RECOGNISABLE_SSIM for db, one in judged)
         yield Finding(
             attack="inputs by matching",
             layer="all",
@@ -308,12 +313,6 @@ class Campaign:
         )
 
 
-RECOGNISABLE_DB, RECOGNISABLE_SSIM = 20.0, 0.6
-"""PSNR or SSIM from which on an input counts as found by matching: a norm hides brightness, which
-PSNR counts and SSIM hardly."""
-_SHOWN = 8
-
-
 def _of_rows(attack: str, layer: str, found: Tensor, truth: Truth) -> Finding:
     true = truth.x.flatten(1)
     back, false = rows_back(found, true, CLOSE)
@@ -321,7 +320,7 @@ def _of_rows(attack: str, layer: str, found: Tensor, truth: Truth) -> Finding:
     pictures: list[tuple[Tensor, Tensor]] = []
     if len(found):
         nearest_NI, errors_N = nearest(found, true)
-        best = errors_N.argsort()[:_SHOWN].tolist()
+        best = errors_N.argsort()[:_PICTURES].tolist()
         pictures = [(truth.x[n], nearest_NI[n].view(truth.x.shape[1:])) for n in best]
     return Finding(
         attack=attack,
@@ -333,11 +332,6 @@ def _of_rows(attack: str, layer: str, found: Tensor, truth: Truth) -> Finding:
         figure=f"{back} of {len(true)} rows" + f", {exact} exactly" * (exact < back),
         pictures=pictures,
     )
-
-
-def without_pictures(finding: Finding) -> Finding:
-    """Returns a finding to be kept in a file."""
-    return replace(finding, pictures=())
 
 
 def _generator() -> torch.Generator:
