@@ -15,6 +15,7 @@ from cases import mlp
 from outergrad.comm import failure_mailbox
 from outergrad.comm.failure_mailbox import FailureMailbox
 from outergrad.comm.torch import TorchComm
+from patience import distribute_then_hurry
 from ranks import run_ranks
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -72,7 +73,7 @@ def test_who_is_late_for_a_sum_is_named():
     def body(rank, group):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 24), nn.Linear(24, 24))
-        og.distribute(model, og.PowerSGD(rank=2), group=group, timeout=1.0)
+        distribute_then_hurry(model, og.PowerSGD(rank=2), group=group)
         for step in range(3):
             h = model[0](X)
             late = rank == 2 and step == 1

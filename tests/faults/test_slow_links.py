@@ -19,6 +19,7 @@ from outergrad.comm.torch import SEND, TorchComm
 from outergrad.comm.work import LEAST_BYTES, Pace, TorchWork, tag_of
 from outergrad.core.errors import ExchangeError
 from outergrad.launch.links import ShapedLink, what_is_missing
+from patience import distribute_then_hurry
 from ranks import run_ranks
 
 SLOW = ShapedLink(rate_bit_per_s=64e3)
@@ -190,7 +191,7 @@ def test_a_hang_is_noticed_in_time_where_the_link_seemed_slow(monkeypatch, metho
     def body(rank, group):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 10))
-        og.distribute(model, method, group=group, timeout=0.7)
+        distribute_then_hurry(model, method, group=group, patience_s=0.7)
         x = torch.randn(8, 20)
         for _ in range(steps):
             model.zero_grad()

@@ -17,6 +17,7 @@ from torch.optim import Adam
 import outergrad as og
 from cases import METHODS, Boom, mlp, relative_error
 from covering import covering
+from patience import distribute_then_hurry
 from ranks import run_on_lasting_groups, run_ranks
 
 TABLE = METHODS | {
@@ -261,7 +262,7 @@ def test_all_sites_that_are_left_have_made_the_same_steps(
 def test_a_site_that_hangs_is_named_within_the_timeout(name, sites):
     def body(rank, group):
         model = copy.deepcopy(MODEL)
-        og.distribute(model, TABLE[name], group=group, timeout=1.0)
+        distribute_then_hurry(model, TABLE[name], group=group)
         backward(model, rank)
         if rank == sites - 1:
             time.sleep(3.0)

@@ -19,6 +19,7 @@ from cases import mlp
 from covering import covering
 from outergrad.messages.vote import WORDS
 from outergrad.step.transport_state import on_transport
+from patience import distribute_then_hurry
 from ranks import run_on_lasting_groups, run_ranks
 
 DAMAGED = 3
@@ -193,7 +194,7 @@ def test_a_site_that_died_after_the_last_step_is_named_when_the_session_settles(
 
     def body(rank, group):
         model = copy.deepcopy(MODEL)
-        session = og.distribute(model, og.Dense(), group=group, timeout=1.0)
+        session = distribute_then_hurry(model, og.Dense(), group=group)
         for step in range(3):
             backward(model, rank, step)
         if rank == 1:

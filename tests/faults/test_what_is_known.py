@@ -22,6 +22,7 @@ from outergrad.comm.failure_mailbox import FailureMailbox
 from outergrad.comm.failure_report import FailureReport, LastStep
 from outergrad.commit.lost import Findings, find_out, lost_error
 from outergrad.core.sites import sites_of
+from patience import distribute_then_hurry
 from ranks import run_ranks
 
 SESSION, OTHER, STEP = 11, 12, 4
@@ -206,11 +207,11 @@ def train(model, optimizer, rank, steps):
         optimizer.step()
 
 
-def dying_in_the_vote(rank, group, method, *, steps, ahead, timeout=1.0):
+def dying_in_the_vote(rank, group, method, *, steps, ahead):
     """Site 2 dies in the vote of the last step, which only site 0 hears; it then does `ahead`."""
     model = copy.deepcopy(MODEL)
     optimizer = SGD(model.parameters(), lr=0.01)
-    session = og.distribute(model, method, group=group, timeout=timeout)
+    session = distribute_then_hurry(model, method, group=group)
     train(model, optimizer, rank, steps - 1)
     if rank == 2:
         own_comm().dies_after_vote_to = (0,)
@@ -290,7 +291,7 @@ def test_a_site_dies_in_the_vote_on_the_last_step(faulty_transport, name, ends, 
     def body(rank, group):
         model = copy.deepcopy(WIDER)
         optimizer = SGD(model.parameters(), lr=0.01)
-        session = og.distribute(model, WAITING[name], group=group, timeout=1.0)
+        session = distribute_then_hurry(model, WAITING[name], group=group)
         train(model, optimizer, rank, 4)
         error = None
         try:
@@ -319,7 +320,7 @@ def test_two_models_on_one_group_are_not_taken_for_each_other(faulty):
     def body(rank, group):
         models = [copy.deepcopy(MODEL), mlp(6, 9, 5)]
         optimizers = [SGD(model.parameters(), lr=0.01) for model in models]
-        sessions = [og.distribute(model, group=group, timeout=1.0) for model in models]
+        sessions = [distribute_then_hurry(model, group=group) for model in models]
         train(models[0], optimizers[0], rank, 5)
         train(models[1], optimizers[1], rank, 1)
         if rank == 2:

@@ -22,6 +22,7 @@ from outergrad.comm.failure_report import FailureReport
 from outergrad.commit.board_io import performed
 from outergrad.commit.digests import Digests
 from outergrad.step.transport_state import on_transport
+from patience import distribute_then_hurry
 from ranks import run_ranks
 
 X = [torch.randn(4, 6, generator=torch.Generator().manual_seed(s)) for s in range(3)]
@@ -38,10 +39,10 @@ def damage_at_last_site(sites):
     return staticmethod(change)
 
 
-def trained(rank, group, timeout=5.0):
+def trained(rank, group, patience_s=5.0):
     """A session after some steps, the third of which was damaged; site 0 holds the store."""
     model = copy.deepcopy(MODEL)
-    session = og.distribute(model, og.Dense(), group=group, timeout=timeout)
+    session = distribute_then_hurry(model, og.Dense(), group=group, patience_s=patience_s)
     for step in range(STEPS):
         own_comm().armed = step == 2
         model.zero_grad()
@@ -115,7 +116,7 @@ def test_the_host_waits_no_longer_than_for_a_message(faulty_transport):
     gone = threading.Event()
 
     def body(rank, group):
-        session = trained(rank, group, timeout=1.0)
+        session = trained(rank, group, patience_s=1.0)
         if rank == 1:
             on_transport(group).end_watching()
             participant = on_transport(group).participant

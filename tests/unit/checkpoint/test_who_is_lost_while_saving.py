@@ -8,6 +8,7 @@ from torch import nn
 
 import outergrad as og
 from outergrad.step.transport_state import on_transport
+from patience import distribute_then_hurry
 from ranks import run_ranks
 
 
@@ -17,7 +18,7 @@ def test_who_is_lost(tmp_path, does, with_session):
     def body(rank, group):
         torch.manual_seed(0)
         model = nn.Linear(6, 5)
-        session = og.distribute(model, group=group, timeout=1.0)
+        session = distribute_then_hurry(model, group=group)
         model(torch.ones(2, 6)).sum().backward()
         session.flush()
         place = {"session": session} if with_session else {"group": group}

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import outergrad as og
 from foreign_group import ForeignGroup
 from loops import METHODS, SOME, assert_close, batch, loss_of, net, pooled
+from patience import distribute_then_hurry
 from ranks import raise_first, run_ranks, try_ranks
 
 
@@ -102,7 +103,7 @@ def test_it_trains_and_ends_in_order(method, kind, died):
 def test_a_site_that_does_not_come_is_lost(kind, died):
     def body(rank, group):
         model = net()
-        session = og.distribute(model, og.DAD(always=True), group=group, timeout=1.0)
+        session = distribute_then_hurry(model, og.DAD(always=True), group=group)
         if rank == 1:
             session.detach()
             return None

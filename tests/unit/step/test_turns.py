@@ -19,6 +19,7 @@ from covering import covering
 from outergrad.launch.traffic import loopback_name
 from outergrad.step import transport_state
 from outergrad.step.transport_state import MessageSequence, on_transport
+from patience import distribute_then_hurry
 from ranks import run_on_lasting_groups, run_ranks
 
 LIKE, OTHER = ("like",), ("other",)
@@ -182,7 +183,7 @@ def test_a_site_that_counts_otherwise_is_an_error_in_time():
 
     def body(rank, group):
         model = nn.Linear(8, 3)
-        og.distribute(model, og.DAD(always=True), group=group, timeout=1.0)
+        distribute_then_hurry(model, og.DAD(always=True), group=group)
         for k in range(6):
             if k == 4 and rank == 0:
                 on_transport(group).turns.begin("another")

@@ -16,6 +16,7 @@ import outergrad as og
 from covering import rest_slow
 from meshes import run_mesh
 from outergrad.step import transport_state
+from patience import distribute_then_hurry
 from ranks import run_ranks, try_ranks
 
 MODEL = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 3))
@@ -32,9 +33,9 @@ class Loop:
         most_ahead: receives that a step left for the next one, at most.
     """
 
-    def __init__(self, group: dist.ProcessGroup, method: object, timeout: float = 5.0) -> None:
+    def __init__(self, group: dist.ProcessGroup, method: object, patience_s: float = 5.0) -> None:
         self.model, self.rank, self.found = copy.deepcopy(MODEL), group.rank(), list[Tensor]()
-        self.session = og.distribute(self.model, method, group=group, timeout=timeout)
+        self.session = distribute_then_hurry(self.model, method, group=group, patience_s=patience_s)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.most_ahead = 0
 
@@ -175,7 +176,7 @@ def test_a_site_that_has_left_in_order_is_an_error_in_time():
     """Though receives for its next message are posted."""
 
     def body(rank, group):
-        loop = Loop(group, RANK_DAD, timeout=1.0)
+        loop = Loop(group, RANK_DAD, patience_s=1.0)
         plain(loop)
         assert loop.most_ahead
         if rank == 0:
