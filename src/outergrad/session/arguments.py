@@ -78,6 +78,17 @@ def refuse_transport(transport: Any) -> None:
         )
 
 
+def refuse_tap(tap: Any) -> None:
+    """Raises TypeError if a tap is a class, or has no method `sent`."""
+    if isinstance(tap, type):
+        raise TypeError(f"tap is the class {tap.__name__}: pass an object, {tap.__name__}(...)")
+    if tap is not None and not callable(getattr(tap, "sent", None)):
+        raise TypeError(
+            f"tap={shown(tap)}: pass an object with a method sent(sent), as og.FileTap(path), or "
+            f"None"
+        )
+
+
 def refuse_group(group: Any) -> None:
     """Raises if this rank cannot reach others by a group.
 

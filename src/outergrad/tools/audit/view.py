@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outergrad.core.payload import Entries
-from outergrad.core.sent import Sent, Way
+from outergrad.core.sent import Kind, Sent, Way
 from outergrad.core.types import Factors
 from outergrad.linalg.gradients import add_gradients, as_tensor
 
@@ -54,6 +54,8 @@ def view_of(
     others: list[Tensor] = []
     for one in sent:
         content = one.content
+        if one.kind != Kind.GRADIENT:
+            continue
         if isinstance(content, Tensor | Factors | Entries):
             if one.slot is not None:
                 add_gradients(gradients, one.slot, [content], params, one.scale)

@@ -58,7 +58,7 @@ def shared(name: str) -> tuple[list[View], dict[str, Tensor], list[list[Sent]]]:
 
     def body(rank, group):
         tapped, model = Tapped(), models[rank]
-        session = og.distribute(model, method, group=group, transport=tapped)
+        session = og.distribute(model, method, group=group, tap=tapped)
         for _ in range(2):
             before = len(tapped.kept)
             model.zero_grad()
