@@ -94,9 +94,8 @@ class Tap(Protocol):
 
     Any object with this method is one. Choose it to audit what a run sends; `og.FileTap` writes it
     to a file. Contents are views of messages, which the next step overwrites: copy what is to be
-    kept, and change nothing. It is called during `backward()`, where messages are made, at once in
-    the program's thread, so that the messages wait for it. What it raises, `backward()` raises, on
-    all sites.
+    kept, and change nothing. It is called where messages are made, most of them during
+    `backward()`, and they wait for it. A tap that raises is dropped, with a warning.
     """
 
     def sent(self, sent: Sent) -> None:

@@ -20,7 +20,7 @@ from outergrad.comm.link import measured_link
 from outergrad.comm.process_group import TorchDistributed
 from outergrad.core.errors import ExchangeError, SiteLostError
 from outergrad.core.protocols import Method, Policy, Rules
-from outergrad.core.sent import StepTap, Tap, TappedRun
+from outergrad.core.sent import Tap, TappedRun
 from outergrad.core.transform import GradientTransform
 from outergrad.core.transport import Comm, Transport
 from outergrad.core.types import Link
@@ -195,7 +195,7 @@ def distribute(
         refuse_max_bad_steps(max_bad_steps)
         recorders = recorders_of(recorder)
         check_transform(transform)
-        refuse_tap(tap)
+        refuse_tap(tap, mesh)
         by_sample = transform is not None and transform.needs_samples
         captured = capturing(method, transform)
         inspection = topology.look_at(model, captured, rules, by_sample=by_sample)
@@ -234,6 +234,11 @@ def distribute(
             tensors = topology.make_equal(model, inspection)
             _settle(inspection, comm, lambda: measured_link(comm), lambda: measured_flops(comm))
             all_came(comm, combined(checksums(tensors)))
+    guarded = None
+    if tap is not None:
+        from outergrad.record.taps import GuardedTap
+
+        comm.tap = guarded = GuardedTap(tap)
     counted, kind = Weighting(weighting), buffers or topology.buffers
     settings = Settings(
         method=repr(method),
@@ -247,10 +252,8 @@ def distribute(
         on_drift=on_drift,
         transform=transform,
         origin=origin_of(model) if recorders else {},
-        tap=tap if isinstance(tap, StepTap) else None,
+        tap=guarded if guarded is not None and guarded.follows_steps else None,
     )
-    if tap is not None:
-        comm.tap = tap
     with _all_or_nothing(model, comm):
         session = topology.session(inspection, agreed, settings, method)
         session.tap(inspection)
