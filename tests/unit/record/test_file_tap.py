@@ -52,9 +52,8 @@ def trained(path, method, steps=3, told=True, keeps=1, **settings):
 
     def body(rank, group):
         model, before = copy.deepcopy(MODEL), []
-        tap = Both(
-            og.FileTap(path if rank == 0 else path.with_name("other"), steps=keeps, **settings)
-        )
+        own = path if rank == 0 else path.with_name("other")
+        tap = Both(og.FileTap(own, steps=keeps, **settings))
         session = og.distribute(model, method, group=group, tap=tap)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(steps):
