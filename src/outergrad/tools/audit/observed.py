@@ -131,7 +131,8 @@ def observed(model: nn.Module, asked: Asked, batches_S: Sequence[Batches]) -> li
     def site(group: dist.ProcessGroup, _: Stop) -> list[Sent]:
         rank, tapped = group.rank(), Tapped()
         own = copies[rank]
-        options = {**asked.attach.options, "tap": tapped}
+        # as og.distribute has it: the first site sends its running statistics
+        options = {"buffers": "broadcast", **asked.attach.options, "tap": tapped}
         if asked.epsilon is not None:
             options["transform"] = asked.transform(samples)
         replica = replace(asked.attach, options=options)(own, group)
