@@ -281,3 +281,20 @@ def test_a_wrong_tap_is_refused_on_all_sites(wrong):
             og.distribute(nn.Linear(2, 2), og.Dense(), group=group, tap=wrong if rank else None)
 
     run_on_lasting_groups(2, body)
+
+
+def test_deltas_below_a_shared_part_are_told():
+    """Those of both sites have the mean that flows on into a part of each site's own."""
+    method = og.PerLayer({"0.*": og.Local(), "*": og.Dense()}, joint=True)
+
+    def body(rank, group):
+        tap, model = Plain(), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        session = og.distribute(model, method, group=group, tap=tap)
+        x = batch(rank, 0)[:, 0, :3]
+        model(x).square().mean().backward()
+        session.detach()
+        (delta,) = [one.content for one in tap.kept if one.kind == Kind.DELTAS]
+        return delta, x, model[0].weight.grad
+
+    (mine, x, grad), (other, _, _) = run_on_lasting_groups(2, body)
+    torch.testing.assert_close(grad, ((mine + other) / 2).T @ x)
