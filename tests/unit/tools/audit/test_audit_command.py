@@ -212,3 +212,26 @@ def test_mistakes_with_recorded_steps_are_told_in_a_line(mine, arguments, told):
 def test_it_says_which_rows_it_has(mine):
     about = ("--model", "audited_models:small", "--rows", "1", "--methods", "dense")
     assert "Attacked: rows of its own." in run(*about).output
+
+
+def test_the_loop_of_the_page_is_recorded_and_audited(mine):
+    page = (REPOSITORY / "docs" / "audit.md").read_text()
+    code, loop, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (mine / "audited_loop.py").write_text(code)
+    assert "og.DAD(), tap=tap)" in loop
+    loop = loop.replace("og.DAD(), ", "og.DAD(), group=group, ").replace("100", "1")
+
+    def body(rank, group):
+        model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
+        drawn = torch.Generator().manual_seed(rank)
+        rows = torch.randn(2, 3, 20, generator=drawn), torch.randint(2, (2, 3), generator=drawn)
+        about = {"og": og, "model": model, "group": group, "loader": [*zip(*rows, strict=True)]}
+        about["loss_fn"] = nn.functional.cross_entropy
+        about["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+        exec(loop.replace("sent.pt", f"sent-{rank}.pt"), about)
+        about["session"].detach()
+
+    run_on_lasting_groups(2, body)
+    result = run("--recorded", "sent-0.pt", "--model", "audited_loop:people")
+    assert result.exit_code == 0, result.output
+    assert "3 of 3 rows" in result.output
