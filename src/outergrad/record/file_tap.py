@@ -172,12 +172,15 @@ class SentFile:
         found = load_plain(path)
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise ValueError(f"it is no file of og.FileTap as outergrad {__version__} reads it")
-        self.method: str = found["method"]
-        self.transform: str = found["transform"]
-        self.local_steps: int | None = found["local_steps"]
-        self.site: int = found["site"]
-        self.sites: int = found["sites"]
-        self.steps = [SentStep(one) for one in found["steps"]]
+        try:
+            self.method: str = found["method"]
+            self.transform: str = found["transform"]
+            self.local_steps: int | None = found["local_steps"]
+            self.site: int = found["site"]
+            self.sites: int = found["sites"]
+            self.steps = [SentStep(one) for one in found["steps"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"it is damaged: {error!r}") from error
 
 
 def _checked(steps: Any) -> int | frozenset[int]:

@@ -189,3 +189,13 @@ def test_other_files_are_refused(tmp_path):
     torch.save({"model": torch.ones(2)}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match=r"no file of og\.FileTap"):
         SentFile(tmp_path / "other.pt")
+
+
+@pytest.mark.parametrize("damage", [{"steps": [{"step": 0}]}, {"steps": None}, {"method": None}])
+def test_damaged_files_are_refused(tmp_path, damage):
+    trained(tmp_path / "sent.pt", og.Dense())
+    found = torch.load(tmp_path / "sent.pt", weights_only=True)
+    broken = {name: value for name, value in (found | damage).items() if value is not None}
+    torch.save(broken, tmp_path / "sent.pt")
+    with pytest.raises(ValueError, match="it is damaged"):
+        SentFile(tmp_path / "sent.pt")

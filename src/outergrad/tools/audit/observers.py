@@ -11,7 +11,7 @@ from outergrad.tools.audit.view import View, merged, reaching, summed, view_of, 
 
 
 class Observers:
-    """What each kind of observer has of a step.
+    """Views of a step, one for each kind of observer.
 
     Args:
         sent_S: What each site has sent.
