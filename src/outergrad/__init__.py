@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         StepDiscardedError,
     )
     from outergrad.core.protocols import Rule
+    from outergrad.core.sent import Sent, Tap
     from outergrad.core.transform import GradientTransform, SampleRows, SiteGradient
     from outergrad.core.types import Call, Factors, Part, Slot
     from outergrad.layers import RULES
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from outergrad.methods.schedule import Schedule
     from outergrad.methods.sparse import Sparse
     from outergrad.private.private import Private
+    from outergrad.record.file_tap import FileTap
     from outergrad.record.jsonl import JSONL
     from outergrad.record.tensorboard import TensorBoard
     from outergrad.record.wandb import WandB
@@ -58,6 +60,7 @@ __all__ = [
     "DistributedDataParallel",
     "DriftError",
     "Factors",
+    "FileTap",
     "GradientTransform",
     "Local",
     "LocalSteps",
@@ -70,6 +73,7 @@ __all__ = [
     "Rule",
     "SampleRows",
     "Schedule",
+    "Sent",
     "Session",
     "SiteGradient",
     "SiteLostError",
@@ -78,6 +82,7 @@ __all__ = [
     "Sparse",
     "Star",
     "StepDiscardedError",
+    "Tap",
     "TensorBoard",
     "TorchDistributed",
     "WandB",
@@ -103,6 +108,7 @@ _HOMES = {
         "StepDiscardedError",
     ),
     "core.protocols": ("Rule",),
+    "core.sent": ("Sent", "Tap"),
     "core.transform": ("GradientTransform", "SampleRows", "SiteGradient"),
     "core.types": ("Call", "Factors", "Part", "Slot"),
     "layers": ("RULES",),
@@ -117,6 +123,7 @@ _HOMES = {
     "methods.schedule": ("Schedule",),
     "methods.sparse": ("Sparse",),
     "private.private": ("Private",),
+    "record.file_tap": ("FileTap",),
     "record.jsonl": ("JSONL",),
     "record.tensorboard": ("TensorBoard",),
     "record.wandb": ("WandB",),

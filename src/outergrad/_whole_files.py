@@ -17,9 +17,12 @@ import torch
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 """Pattern of the class or function that a file asks for, in torch's error message."""
 
+_BINARY = getattr(os, "O_BINARY", 0)
+"""Flag of Windows, without which line ends would be translated."""
+
 
 @contextmanager
-def whole_file(path: Path, through_links: bool = True) -> Iterator[IO[bytes]]:
+def whole_file(path: Path, through_links: bool = True, mode: int = 0o666) -> Iterator[IO[bytes]]:
     """Opens a file that replaces `path` when the block ends without an error.
 
     Until then the content is in a hidden file beside it. An error removes the hidden file and
@@ -30,6 +33,7 @@ def whole_file(path: Path, through_links: bool = True) -> Iterator[IO[bytes]]:
         path: the file, in an existing folder.
         through_links: whether a link, a pipe or a device under that name is written through. False
             in a folder that others can write to: whatever they have put there is replaced.
+        mode: permissions of the file, of which the process's umask takes some away.
 
     Raises:
         OSError: the file cannot be written; the error names it.
@@ -41,7 +45,8 @@ def whole_file(path: Path, through_links: bool = True) -> Iterator[IO[bytes]]:
             with path.open("wb") as file:
                 yield file
             return
-        with unfinished.open("xb") as file:
+        opened = os.open(str(unfinished), os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, mode)
+        with os.fdopen(opened, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -71,13 +76,18 @@ def write_whole(path: Path, content: str | bytes, through_links: bool = True) ->
         file.write(content.encode() if isinstance(content, str) else content)
 
 
-def save_whole(path: Path, value: Any) -> None:
+def save_whole(path: Path, value: Any, mode: int = 0o666) -> None:
     """Saves a value with `torch.save` atomically; a link under that name is replaced.
+
+    Args:
+        path: as for `whole_file`.
+        value: what is saved.
+        mode: as for `whole_file`.
 
     Raises:
         OSError: as `whole_file`; also where torch reports a full disk by a RuntimeError.
     """
-    with whole_file(path, through_links=False) as file:
+    with whole_file(path, through_links=False, mode=mode) as file:
         try:
             torch.save(value, file)
         except RuntimeError as error:

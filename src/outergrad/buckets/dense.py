@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from outergrad.buckets.bucket import Bucket, Pending, Result, StepContext
 from outergrad.core.cost import CostModel
 from outergrad.core.memory import holders
-from outergrad.core.sent import Sent, Way
+from outergrad.core.sent import Sent, Tap, Way
 from outergrad.core.transport import TwoRounds, Work
 from outergrad.linalg.finite import is_finite
 from outergrad.messages.checksum import SummedRoom
@@ -75,11 +75,16 @@ class DenseBucket(Bucket):
                 context.check(name, [view])
         kept.say(context.state, lacks=bool(context.lacking(self.params)))
         if context.comm.tap is not None:
-            for name, view in views.items():
-                context.comm.tap.sent(Sent(name, view, Way.SUMMED, context.comm.world_size))
+            self._tell(context.comm.tap, context, views)
         work = context.comm.all_reduce(buffer)
         context.layers.book(kept.bookings)
         return DensePending(work, kept, context.comm.sum_rounds(buffer.nbytes))
+
+    def _tell(self, tap: Tap, context: StepContext, views: Mapping[str, Tensor]) -> None:
+        """Tells a tap this site's terms of the sum."""
+        step, scale = context.header.step, context.comm.world_size
+        for name, view in views.items():
+            tap.sent(Sent(name=name, content=view, way=Way.SUMMED, step=step, scale=scale))
 
     def _scratch(self, cost: CostModel) -> _Buffer:
         """The buffer that the previous step does not use, or a new one if that one is lent."""

@@ -69,8 +69,10 @@ class FactorBucket(RowBucket):
             context.check(piece.slot.params[0], sent.tensors)
             sent.write(out, context.scale)
             if context.comm.tap is not None:
-                _, tensors = Message.read(out, context.blocks[piece.slot].codecs)
-                context.comm.tap.sent(Sent(piece.slot.name, tensors, self.way))
+                runs, tensors = Message.read(out, context.blocks[piece.slot].codecs)
+                deltas = [tensors[place] for run in runs for place in run["deltas"]]
+                about = {"way": self.way, "step": context.header.step, "deltas": deltas}
+                context.comm.tap.sent(Sent(name=piece.slot.name, content=tensors, **about))
 
 
 class _FactorPending(Pending):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import is_
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from outergrad.core.coding import Codecs
 from outergrad.core.compressor import Compressor
 from outergrad.core.payload import BYTES, Arrived, Form, Payload
 from outergrad.core.reasons import Why
-from outergrad.core.sent import MessageTap, Sent, Way
+from outergrad.core.sent import Sent, Tap, Way
 from outergrad.core.types import Factors, Part, Slot, Source
 from outergrad.linalg.gradients import as_gradient
 from outergrad.messages.header import Header
@@ -149,7 +150,12 @@ class RowBucket(UnitBucket):
         return self._layouts[key]
 
     def pack(
-        self, context: StepContext, layout: BookedLayout, message: Tensor, receivers: int
+        self,
+        context: StepContext,
+        layout: BookedLayout,
+        message: Tensor,
+        receivers: int,
+        owner: int | None = None,
     ) -> None:
         """Writes this site's gradients of slots, and books them; stops if they are not finite.
 
@@ -158,6 +164,7 @@ class RowBucket(UnitBucket):
             layout: of the message.
             message: zeros, to be filled.
             receivers: number of times that the message is sent.
+            owner: the only site that gets it; None if all do.
         """
         if layout.extras:
             context.fill_all(layout.by_name(layout.flats(message)))
@@ -171,7 +178,7 @@ class RowBucket(UnitBucket):
             view.fill(payload)
         context.layers.book(layout.sent(receivers), compress_s=time.perf_counter() - began)
         if context.comm.tap is not None:
-            self._tell(context.comm.tap, context, layout, message)
+            self._tell(context.comm.tap, context, layout, message, owner)
         if context.reading is not None:
             for part, (piece, view), payload in zip(parts, filled, compressed, strict=True):
                 self._measure(context.reading, part, piece, payload, view.read())
@@ -179,14 +186,17 @@ class RowBucket(UnitBucket):
                     context.reading.samples(piece.slot, context.scale)
 
     def _tell(
-        self, tap: MessageTap, context: StepContext, layout: BookedLayout, message: Tensor
+        self,
+        tap: Tap,
+        context: StepContext,
+        layout: BookedLayout,
+        message: Tensor,
+        owner: int | None,
     ) -> None:
         """Tells a tap what this site's message says."""
-        sites = context.comm.world_size  # extras carry the share of a mean, rows do not
-        for name, extra in layout.by_name(layout.flats(message)).items():
-            tap.sent(Sent(name, extra, self.way, sites))
-        for piece, view in layout.filled(message, Slot):
-            tap.sent(Sent(piece.slot.weight, view.read(), self.way, slot=piece.slot))
+        scale = context.comm.world_size  # extras carry the share of a mean, rows do not
+        for one in told(layout, message, self.way, context.header.step, scale):
+            tap.sent(replace(one, owner=owner))
 
     def _measure(
         self, reading: Reading, part: Part, piece: Piece, payload: Payload, arrives: Arrived
@@ -214,6 +224,17 @@ class RowBucket(UnitBucket):
                     self._compressor.agree(slot, site, rows)
         flags = zip(*(preamble.flags for preamble in preambles), strict=True)
         return [name for name, flag in zip(self.names, flags, strict=True) if any(flag)]
+
+
+def told(
+    layout: Layout, message: Tensor, way: Way, step: int, scale: float = 1.0
+) -> Iterator[Sent]:
+    """Yields what a message says, for a tap: its extras, times `scale`, and its payloads."""
+    about = {"way": way, "step": step}
+    for name, extra in layout.by_name(layout.flats(message)).items():
+        yield Sent(name=name, content=extra, scale=scale, **about)
+    for piece, view in layout.filled(message, Slot):
+        yield Sent(name=piece.slot.weight, content=view.read(), slot=piece.slot, **about)
 
 
 class BookedLayout(Layout):

@@ -16,7 +16,7 @@ from outergrad.buckets.bucket import Load, Pending, Result, StepContext, UnitBuc
 from outergrad.core.coding import sum_dtype
 from outergrad.core.compressor import Compressor
 from outergrad.core.payload import Arrived
-from outergrad.core.sent import MessageTap, Sent, Way
+from outergrad.core.sent import Kind, Sent, Tap, Way
 from outergrad.core.transport import Comm, TwoRounds, Work
 from outergrad.core.types import Factors, Gradient, Slot, bias_slot
 from outergrad.linalg.gradients import add_gradients, add_rows
@@ -126,7 +126,7 @@ class _SketchPending(Pending):
         self._own = self._begun()
         exact = self._exact()
         if context.comm.tap is not None:
-            self._tell_exact(context.comm.tap, exact)
+            self._tell_first(context.comm.tap, exact)
         self._first = _Sums(context.comm, [*self._own, exact])
         # Second sums of another size may have one round where the first have two, or two where
         # these have one: then `advance` does nothing, or `wait` starts what is left.
@@ -250,22 +250,34 @@ class _SketchPending(Pending):
         told = has_autograd_grad, self._digest, self._lacks
         return Result(self._means, self._additions, self._state, *told)
 
-    def _tell(self, tap: MessageTap, slot: Slot, own: Tensor, mean: Arrived) -> None:
+    def _tell(self, tap: Tap, slot: Slot, own: Tensor, mean: Arrived) -> None:
         """Tells a tap what this site's last sketch stands for."""
         content = self._bucket.sketches.stands_for(slot, own, mean)
-        told = Sent(slot.weight, [own] if content is None else content, Way.SUMMED)
-        matrix = slot._replace(bias=None, bias_rows=None)  # its bias goes beside the sketches
-        tap.sent(replace(told, slot=None if content is None else matrix))
+        tap.sent(self._told(slot, own, content))
 
-    def _tell_exact(self, tap: MessageTap, exact: Tensor) -> None:
-        """Tells a tap which vectors are sent beside the first sketches."""
+    def _tell_first(self, tap: Tap, exact: Tensor) -> None:
+        """Tells a tap what is sent in the first round: sketches, and vectors beside them."""
+        if self._bucket.sketches.rounds == 2 and self._context.state == State.GOOD:
+            for slot, own in zip(self._slots, self._own, strict=True):
+                content = self._bucket.sketches.first_stands_for(slot, own)
+                tap.sent(replace(self._told(slot, own, content), kind=Kind.SKETCH))
         biases, extras, _ = self._split(exact)
-        sites = self._context.comm.world_size
+        scale = self._context.comm.world_size
+        about = {"way": Way.SUMMED, "step": self._context.header.step, "scale": scale}
         for slot, part in biases.items():
             assert slot.bias is not None
-            tap.sent(Sent(slot.bias, part.view(1, -1, 1), Way.SUMMED, sites, bias_slot(slot)))
+            matrix, own = bias_slot(slot), part.view(1, -1, 1)
+            tap.sent(Sent(name=slot.bias, content=own, slot=matrix, **about))
         for name, part in extras.items():
-            tap.sent(Sent(name, part.view(self._bucket.extras[name].shape), Way.SUMMED, sites))
+            own = part.view(self._bucket.extras[name].shape)
+            tap.sent(Sent(name=name, content=own, **about))
+
+    def _told(self, slot: Slot, own: Tensor, content: Arrived | None) -> Sent:
+        about = {"name": slot.weight, "way": Way.SUMMED, "step": self._context.header.step}
+        if content is None:
+            return Sent(content=[own], **about)
+        matrix = slot._replace(bias=None, bias_rows=None)  # its bias goes beside the sketches
+        return Sent(content=content, slot=matrix, **about)
 
     # -- both -----------------------------------------------------------------------------------
 

@@ -10,11 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from outergrad.buckets.bucket import Gathered, Load, Pending, Result, StepContext
-from outergrad.buckets.message import BookedLayout, RowBucket, book_received, sums_of_extras
+from outergrad.buckets.message import (
+    BookedLayout,
+    RowBucket,
+    book_received,
+    sums_of_extras,
+    told,
+)
 from outergrad.core.compressor import Compressor
 from outergrad.core.errors import ExchangeError, RefusedError
 from outergrad.core.payload import Arrived, Payload
-from outergrad.core.sent import Way
+from outergrad.core.sent import Kind, Tap, Way
 from outergrad.core.transport import Comm, TwoRounds, Work
 from outergrad.core.types import Slot
 from outergrad.linalg.gradients import add_gradients
@@ -147,7 +153,7 @@ class _TwoWayPending(Pending):
         if context.state == State.GOOD:
             for owner, (layout, message) in enumerate(zip(self._ours, messages, strict=True)):
                 receivers = int(owner != self._rank)
-                self._bucket.pack(context, layout, message, receivers)
+                self._bucket.pack(context, layout, message, receivers, owner)
         lacks = bool(context.lacking(self._bucket.params))
         self._expected = replace(preamble, state=context.state, lacks=lacks)
         for message in messages:
@@ -221,6 +227,13 @@ class _TwoWayPending(Pending):
                 view.fill(self._merged_rows(piece, parts_S))
         compress_s = time.perf_counter() - began
         self._context.layers.book(layout.sent(others), compress_s=compress_s)
+        if self._context.comm.tap is not None:
+            self._tell(self._context.comm.tap, layout, merged)
+
+    def _tell(self, tap: Tap, layout: Layout, merged: Tensor) -> None:
+        """Tells a tap which means this site sends as an owner."""
+        for one in told(layout, merged, Way.GATHERED, self._context.header.step):
+            tap.sent(replace(one, kind=Kind.MERGED))
 
     def _merged_rows(self, piece: Piece, parts_S: Sequence[Arrived | None]) -> Payload:
         parts = [part for part in parts_S if part is not None]

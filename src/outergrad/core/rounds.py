@@ -101,6 +101,18 @@ class Sketches(Protocol):
         """Returns the mean gradient, from the sum of the last sketch."""
         ...
 
+    def first_stands_for(self, slot: Slot, part: Tensor) -> Arrived | None:
+        """Returns the part of one site's gradient that its first sketch alone tells.
+
+        For audits; called after `begin`, where there are two rounds. None where it is not known
+        how to tell.
+
+        Args:
+            slot: of the sketch.
+            part: the site's part of the first sketch, before it was summed.
+        """
+        return None
+
     def stands_for(self, slot: Slot, part: Tensor, mean: Arrived) -> Arrived | None:
         """Returns the part of one site's gradient that whoever sees its last sketch has.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outergrad.core.cost import CostModel
-from outergrad.core.sent import MessageTap
+from outergrad.core.sent import Tap
 from outergrad.core.sites import Site, sites_of
 from outergrad.core.types import Link
 
@@ -212,8 +212,8 @@ class Comm(Protocol):
     """Number of times that the set of sites has changed."""
     coming: Sequence[int] = ()
     """Ranks of sites that join during training and need the state of training."""
-    tap: MessageTap | None = None
-    """Listener that is told of the gradients in this site's messages, as an audit needs it."""
+    tap: Tap | None = None
+    """Listener that is told of what this site sends; `og.distribute(..., tap=...)` sets it."""
     mesh: MeshRanks | None = None
     """Ranks to gather reports from when some are lost, if this is a transport of a mesh."""
     min_sites: int | None = None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from outergrad.buckets.bucket import StepContext
 from outergrad.capture.claims import HeldHooks, with_any
 from outergrad.core.errors import ExchangeError
+from outergrad.core.sent import StepTap
 from outergrad.core.transform import Telling
 from outergrad.record.stats import Stats
 from outergrad.session.choosing import Choosing
@@ -44,9 +45,17 @@ class Aftermath:
         core: the session's.
         failure: aborts the transport if it fails.
         choosing: measures steps for a chooser of methods; None without one.
+        tap: is told of steps that count; None without one.
     """
 
-    def __init__(self, core: Core, failure: FailureHandler, choosing: Choosing | None) -> None:
+    def __init__(
+        self,
+        core: Core,
+        failure: FailureHandler,
+        choosing: Choosing | None,
+        tap: StepTap | None = None,
+    ) -> None:
+        self._tap = tap
         self._exchange, self._at, self._failure = core.exchange, core.at, failure
         self._reporter, self._mishaps, self._choosing = core.reporter, core.mishaps, choosing
 
@@ -63,6 +72,8 @@ class Aftermath:
         else:
             at.stats = step.stats(at.stats.step + 1)
             at.note_end(counted=applied)
+        if applied and self._tap is not None:
+            self._tap.ended(step.context.header.step)
         if applied and not self._reporter.is_silent:
             self._reporter.report(step.context, at.stats)
         if step.decision is not None and self._choosing is not None:

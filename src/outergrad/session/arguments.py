@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from outergrad.core.sent import StepTap
+
 _LONGEST = 100
 """Number of characters of a value that an error shows."""
 
@@ -75,6 +77,27 @@ def refuse_transport(transport: Any) -> None:
         raise TypeError(
             f"transport={shown(transport)}: pass an object, as og.Star('site.kit'), or None for "
             f"torch.distributed"
+        )
+
+
+def refuse_tap(tap: Any, mesh: Any) -> None:
+    """Raises if the argument is no tap, or one that cannot be told of the steps of a mesh.
+
+    Raises:
+        TypeError: it is a class, or has no method `sent`.
+        ValueError: it asks for whole steps, of which a rank of a mesh sends a share.
+    """
+    if isinstance(tap, type):
+        raise TypeError(f"tap is the class {tap.__name__}: pass an object, {tap.__name__}(...)")
+    if tap is not None and not callable(getattr(tap, "sent", None)):
+        raise TypeError(
+            f"tap={shown(tap)}: pass an object with a method sent(sent), as og.FileTap(path), or "
+            f"None"
+        )
+    if mesh is not None and isinstance(tap, StepTap):
+        raise ValueError(
+            f"tap={shown(tap)} asks for whole steps, and with mesh= a rank sends a share of each: "
+            f"pass a tap with the method sent(sent) alone"
         )
 
 

@@ -20,6 +20,7 @@ from outergrad.comm.link import measured_link
 from outergrad.comm.process_group import TorchDistributed
 from outergrad.core.errors import ExchangeError, SiteLostError
 from outergrad.core.protocols import Method, Policy, Rules
+from outergrad.core.sent import Tap, TappedRun
 from outergrad.core.transform import GradientTransform
 from outergrad.core.transport import Comm, Transport
 from outergrad.core.types import Link
@@ -36,6 +37,7 @@ from outergrad.session.arguments import (
     refuse_mesh,
     refuse_model,
     refuse_rules,
+    refuse_tap,
     refuse_transport,
     time_span,
 )
@@ -82,6 +84,7 @@ def distribute(
     verify_every: int | None = None,
     on_drift: _drift.OnDrift = "raise",
     transform: GradientTransform | None = None,
+    tap: Tap | None = None,
 ) -> Session:
     """Shares the gradients of a model between the sites of a process group, in place.
 
@@ -139,6 +142,12 @@ def distribute(
             "mend": all sites take site 0's, with the states of optimizers, and warn.
         transform: changes this site's own gradient before any of it travels, for instance for
             privacy: see `og.GradientTransform`.
+        tap: listener that is told of everything that this site sends, decoded as its receivers
+            decode it, and of who receives it: any object with a method `sent(sent)`, see `og.Tap`;
+            `og.FileTap(path)` writes it to a file for `outergrad audit --recorded`. It changes no
+            byte and no gradient, and costs a decoding of each message, and what it does itself.
+            Each site may have one or not. With `mesh=` each rank has its own, for its share of what
+            leaves the site. A single site sends nothing.
 
     Returns:
         The session: `no_sync()`, `coverage()`, `stats()`, `flush()`, `join()`, `samples()`,
@@ -186,6 +195,7 @@ def distribute(
         refuse_max_bad_steps(max_bad_steps)
         recorders = recorders_of(recorder)
         check_transform(transform)
+        refuse_tap(tap, mesh)
         by_sample = transform is not None and transform.needs_samples
         captured = capturing(method, transform)
         inspection = topology.look_at(model, captured, rules, by_sample=by_sample)
@@ -224,6 +234,11 @@ def distribute(
             tensors = topology.make_equal(model, inspection)
             _settle(inspection, comm, lambda: measured_link(comm), lambda: measured_flops(comm))
             all_came(comm, combined(checksums(tensors)))
+    guarded = None
+    if tap is not None:
+        from outergrad.record.taps import GuardedTap
+
+        comm.tap = guarded = GuardedTap(tap)
     counted, kind = Weighting(weighting), buffers or topology.buffers
     settings = Settings(
         method=repr(method),
@@ -237,10 +252,13 @@ def distribute(
         on_drift=on_drift,
         transform=transform,
         origin=origin_of(model) if recorders else {},
+        tap=guarded if guarded is not None and guarded.follows_steps else None,
     )
     with _all_or_nothing(model, comm):
         session = topology.session(inspection, agreed, settings, method)
         session.tap(inspection)
+        if settings.tap is not None:
+            settings.tap.attached(_tapped(model, method, session, settings))
         counted.watch(model)
         session.watch(model, inspection.watch)
     say_farewell(comm, agreed)
@@ -331,6 +349,19 @@ def _uncompiled(model: nn.Module) -> nn.Module:
 
 def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _tapped(model: nn.Module, method: object, session: Session, settings: Settings) -> TappedRun:
+    comm = session.transport()
+    return TappedRun(
+        model=model,
+        weights=session.shared,
+        method=settings.method,
+        local_steps=method.k if isinstance(method, LocalSteps) else None,
+        site=comm.rank,
+        sites=comm.world_size,
+        transform="" if settings.transform is None else repr(settings.transform),
+    )
 
 
 def _averaged(method: object, inspection: Inspection) -> Collection[str]:

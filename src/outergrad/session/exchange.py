@@ -104,6 +104,7 @@ class Exchange:
         self.weighting, self.buffers = settings.weighting, settings.buffers
         self.transform = transform = settings.transform
         self.counter = counter_of(transform)
+        self._tap = settings.tap
         self.several = ranks.several or transform is not None
         whole = Planner(model, compressors, at.comm.cost)
         self.next_forward = NextForward(model.units, whole.first_tap_next())
@@ -265,6 +266,8 @@ class Exchange:
         """
         if self.counter is not None:
             self.counter.begin(self._at.comm)
+        if self._tap is not None:
+            self._tap.begun(header.step)
         own: dict[str, Any] = {
             "model": self.model,
             "planner": self.planner,

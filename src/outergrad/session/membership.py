@@ -105,6 +105,7 @@ class Membership:
         """Continues on another transport; returns the next step's number there."""
         step = self.stats.step if self.lost_step is None else self.lost_step
         comm.sent_bytes, comm.received_bytes = self.comm.sent_bytes, self.comm.received_bytes
+        comm.tap = self.comm.tap
         self.comm, self.group, self.lost_step = comm, on_transport(comm.key), None
         self.stats = replace(self.stats, step=step)
         return step

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from outergrad.core.errors import ExchangeError, Failure
+from outergrad.core.sent import Sent, Way
 from outergrad.core.transport import Comm
 from outergrad.messages.raw import content
 from outergrad.session.gathering import Gathering, Roll
@@ -50,6 +51,10 @@ class PutChanges:
         whole = b"".join(content(change[name]) for name in self._like)
         self._comm.count(sent=len(whole))
         self._own.append(number)
+        if self._comm.tap is not None:
+            for name in self._like:
+                about = {"way": Way.GATHERED, "step": number}
+                self._comm.tap.sent(Sent(name=name, content=change[name], **about))
         digest = hashlib.sha256(whole).digest()
         self._gathering.board.put(self._slot(number, self._comm.rank), digest + whole)
 

@@ -130,7 +130,7 @@ class Session:
             core,
             failure,
             self._elastic,
-            Aftermath(core, failure, self._choosing),
+            Aftermath(core, failure, self._choosing, settings.tap),
             (HookRunner(core, self._hooks, watch.passing_over).run, self._check.follow),
             updates.next_share,
             self._forget_gradients,
@@ -176,6 +176,11 @@ class Session:
         """Continues on another transport, because the sites have changed."""
         self._elastic.move(comm)
         self._check.move()
+
+    @property
+    def shared(self) -> Mapping[str, nn.Parameter]:
+        """Shared parameters by name; with `og.LocalSteps` the weights of the last exchange."""
+        return self._exchange.model.params
 
     def transport(self) -> Comm:
         """Returns the transport, after a move if the sites have changed.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from outergrad.capture import weighting as _weighting
 from outergrad.capture.weighting import Weighting
 from outergrad.core.protocols import Recorder
+from outergrad.core.sent import StepTap
 from outergrad.core.transform import GradientTransform
 from outergrad.session.drift import ON_DRIFT, OnDrift
 from outergrad.step import buffers as _buffers
@@ -31,6 +32,7 @@ class Settings:
             never.
         on_drift: what to do if replicas differ.
         transform: changes this site's gradient before it travels.
+        tap: listener on messages that is told of steps, too; None without one.
         origin: class and commit of the model, for recorders; empty without them.
     """
 
@@ -44,6 +46,7 @@ class Settings:
     verify_every: int | None = None
     on_drift: OnDrift = "raise"
     transform: GradientTransform | None = None
+    tap: StepTap | None = None
     origin: Mapping[str, str] = field(default_factory=dict)
 
 

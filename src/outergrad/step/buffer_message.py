@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outergrad.buckets.bucket import Gathered
+from outergrad.core.sent import Kind, Sent, Tap, Way
 from outergrad.core.transport import Comm
 from outergrad.messages.checksum import combined
 from outergrad.messages.header import Header, Join
@@ -77,8 +78,17 @@ class BufferMessage:
         """Sends this site's message."""
         if self.sizes:
             message = self._packed(self.sizes[self._rank])
+            if self._context.comm.tap is not None:
+                self._tell(self._context.comm.tap)
             work = self._context.comm.all_gather(message, self.sizes)
             self.gathered = Gathered(work, message)
+
+    def _tell(self, tap: Tap) -> None:
+        """Tells a tap which buffers this site sends."""
+        about = {"way": Way.GATHERED, "step": self._step, "kind": Kind.BUFFER}
+        for place in self._sent_by(self._headers[self._rank]):
+            if (t := self._buffers.value(place)) is not None:
+                tap.sent(Sent(name=place.name, content=t, **about))
 
     def receive(self) -> int:
         """Waits for the messages of all sites; returns a digest of them.

@@ -20,6 +20,7 @@ from outergrad.capture.engine import will_run
 from outergrad.capture.tap import DeltaTap
 from outergrad.capture.untappable import is_transformed
 from outergrad.comm.agree import fingerprint
+from outergrad.core.sent import Kind, Sent, Way
 from outergrad.core.structure import flattened, rebuilt
 from outergrad.core.transport import Comm
 from outergrad.messages.checksum import combined
@@ -192,6 +193,9 @@ class JointStep:
         preamble = Preamble(own.fingerprint, own.step, place, own.rank, state, ())
         preamble.write(message)
         sizes = [nbytes] * self._comm.world_size
+        if self._comm.tap is not None and delta is not None:
+            about = {"way": Way.GATHERED, "step": own.step, "kind": Kind.DELTAS}
+            self._comm.tap.sent(Sent(name=f"joint {len(self._waiting)}", content=delta, **about))
         return self._comm.all_gather(message, sizes, lane=_LANE).wait(), preamble
 
 

@@ -3,6 +3,7 @@
 from outergrad_lab.data.catalogue import (
     SOURCES,
     Source,
+    decoder,
     folder_of,
     get_command,
     load,
@@ -17,6 +18,7 @@ __all__ = [
     "Dataset",
     "Format",
     "Source",
+    "decoder",
     "folder_of",
     "get_command",
     "load",

@@ -22,11 +22,17 @@ from outergrad_lab.data.images import (
 )
 from outergrad_lab.data.texts import (
     VOCABULARY,
+    Decoder,
+    ag_news_decoder,
+    film_reviews_decoder,
+    imdb_decoder,
     read_ag_news,
     read_film_reviews,
     read_imdb,
     read_tinyshakespeare,
     read_war_and_peace,
+    tinyshakespeare_decoder,
+    war_and_peace_decoder,
 )
 
 
@@ -51,6 +57,7 @@ class Source:
         summary: Description in a few words.
         read: Reads it from the folder that holds its files.
         format: Form of one row.
+        decoder: Makes, from that folder, what makes texts of ids; None where rows are no texts.
         files: MD5 checksum of each file it needs; empty where any version will do.
         folder: Folder of the files, if it is not called like the data set.
         url: Folder on the net that holds just these files, if one does.
@@ -65,6 +72,7 @@ class Source:
     summary: str
     read: Callable[[Path], Dataset]
     format: Format
+    decoder: Callable[[Path], Decoder] | None = None
     files: Mapping[str, str] = field(default_factory=dict)
     folder: str = ""
     url: str = ""
@@ -203,6 +211,7 @@ SOURCES: dict[str, Source] = {
     "tinyshakespeare": Source(
         summary="8646 rows of 129 characters by Shakespeare",
         read=read_tinyshakespeare,
+        decoder=tinyshakespeare_decoder,
         format=Format(shape=(128,), classes=65, tokens=True),
         files={"input.txt.gz": ""},
         originals={
@@ -219,6 +228,7 @@ SOURCES: dict[str, Source] = {
     "war-and-peace": Source(
         summary="24870 rows of 129 characters by Tolstoy",
         read=read_war_and_peace,
+        decoder=war_and_peace_decoder,
         format=Format(shape=(128,), classes=94, tokens=True),
         files={"warandpeace.txt.gz": ""},
         folder="war_and_peace",
@@ -235,6 +245,7 @@ SOURCES: dict[str, Source] = {
     "imdb": Source(
         summary="50000 reviews of films of 128 tokens in 2 classes",
         read=read_imdb,
+        decoder=imdb_decoder,
         format=Format(shape=(128,), classes=2, tokens=True, vocabulary=VOCABULARY),
         files={"train.csv.gz": "", "test.csv.gz": ""},
         origin="Large Movie Review Dataset, https://ai.stanford.edu/~amaas/data/sentiment, its "
@@ -247,6 +258,7 @@ SOURCES: dict[str, Source] = {
     "film-reviews": Source(
         summary="rows of 129 tokens of reviews of films",
         read=read_film_reviews,
+        decoder=film_reviews_decoder,
         format=Format(shape=(128,), classes=VOCABULARY, tokens=True),
         files={"train.csv.gz": "", "test.csv.gz": ""},
         folder="imdb",
@@ -259,6 +271,7 @@ SOURCES: dict[str, Source] = {
     "ag-news": Source(
         summary="24920 news of 64 tokens in 4 classes",
         read=read_ag_news,
+        decoder=ag_news_decoder,
         format=Format(shape=(64,), classes=4, tokens=True, vocabulary=VOCABULARY),
         files={"train_subset.csv.gz": "", "test.csv.gz": ""},
         folder="ag_news",
@@ -296,6 +309,17 @@ def load(name: str, data_dir: Path) -> Dataset:
         remedy = how_to_get(name, data_dir, list(source.files))
         raise RecipeError(f"{name} has {data.format}, not {source.format}: {remedy}")
     return data
+
+
+def decoder(name: str, data_dir: Path) -> Decoder | None:
+    """Returns what makes texts of the ids of a data set that is there; None of other rows.
+
+    Args:
+        name: A key of `SOURCES`.
+        data_dir: Folder that holds the folders of all data sets.
+    """
+    make = SOURCES[name].decoder
+    return None if make is None else make(folder_of(name, data_dir))
 
 
 def require_files(name: str, data_dir: Path) -> None:

@@ -8,9 +8,9 @@ import io
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from outergrad.launch.errors import RecipeError
 from outergrad_lab.data.cache import Arrays, cached, key_of
 from outergrad_lab.data.dataset import Dataset
 from outergrad_lab.data.files import as_labels, reading
+
+Decoder = Callable[[Sequence[int]], str]
+"""Makes a text of ids."""
 
 VOCABULARY = 8000
 PADDING = 0
@@ -136,11 +139,60 @@ def _next_characters(text: str, fewest: int = 1) -> Dataset:
 def _as_ids(text: str, fewest: int) -> tuple[Tensor, int]:
     """Returns ids of the characters in their order, one id for rare ones, and the number of ids."""
     often = Counter(text)
-    frequent = sorted(character for character in often if often[character] >= fewest)
+    frequent = _frequent(often, fewest)
     number = {character: place for place, character in enumerate(frequent)}
     rare = len(frequent)
     ids = torch.tensor([number.get(character, rare) for character in text])
     return ids, rare + (len(often) > rare)
+
+
+def _frequent(often: Mapping[str, int], fewest: int) -> list[str]:
+    """Returns the characters that have an id of their own, in the order of ids."""
+    return sorted(character for character in often if often[character] >= fewest)
+
+
+_RARE = "\N{REPLACEMENT CHARACTER}"
+
+
+def tinyshakespeare_decoder(folder: Path) -> Decoder:
+    """Returns what makes texts of the ids of `read_tinyshakespeare`."""
+    return _characters_decoder(_unpacked(folder / "input.txt.gz"))
+
+
+def war_and_peace_decoder(folder: Path) -> Decoder:
+    """Returns what makes texts of the ids of `read_war_and_peace`."""
+    return _characters_decoder(_book(_unpacked(folder / "warandpeace.txt.gz")), fewest=10)
+
+
+def _characters_decoder(text: str, fewest: int = 1) -> Decoder:
+    characters = [*_frequent(Counter(text), fewest), _RARE]
+    return lambda ids: "".join(characters[place] for place in ids)
+
+
+def imdb_decoder(folder: Path) -> Decoder:
+    """Returns what makes texts, in lower case, of the ids of `read_imdb`."""
+    return _tokens_decoder(IMDB, folder)
+
+
+def ag_news_decoder(folder: Path) -> Decoder:
+    """Returns what makes texts, in lower case, of the ids of `read_ag_news`."""
+    return _tokens_decoder(AG_NEWS, folder)
+
+
+def film_reviews_decoder(folder: Path) -> Decoder:
+    """Returns what makes texts, in lower case, of the ids of `read_film_reviews`."""
+    return _tokens_decoder(replace(IMDB, length=sys.maxsize), folder)
+
+
+def _tokens_decoder(texts: Texts, folder: Path) -> Decoder:
+    """Learns the tokens as the reader did, when the first text is asked for."""
+
+    @cache
+    def learnt() -> Any:
+        train, _ = _part(texts, folder / texts.train)
+        return learn_tokens(train)
+
+    return lambda ids: learnt().decode([*ids])
 
 
 CHARACTERS = 8

@@ -398,6 +398,41 @@ def test_an_exchange_on_the_board_sends_a_change_once_and_reads_those_of_the_oth
         assert all("whole where a site is late" in line.why for line in lines)
 
 
+class Heard:
+    """A tap that keeps whole changes."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def sent(self, sent):
+        self.kept[sent.name] = sent.content.detach().clone(), sent.way
+
+
+def test_what_is_put_on_the_board_is_told_to_a_tap():
+    told = {0: threading.Event()}
+
+    def body(rank, connect):
+        tap = Heard()
+        site, _ = joined(rank, connect, told, tap=tap)
+        before = site.weights()
+        if rank == LATE:
+            assert told[0].wait(30)
+        go(site, 0, 2)
+        site.session.release()
+        return tap.kept, before
+
+    for rank, (kept, before) in enumerate(on_new_groups(body)):
+        replica = copy.deepcopy(model())
+        train(replica, [INNER["sgd"](replica.parameters())], rank, range(2))
+        for (name, p), start in zip(replica.named_parameters(), before, strict=True):
+            if rank == LATE:
+                assert name not in kept
+                continue
+            change, way = kept[name]
+            assert way.value == "gathered"
+            torch.testing.assert_close(change, start - p.detach())
+
+
 def test_changes_do_not_stay_on_the_board_once_all_sites_have_applied_them():
     told = {0: threading.Event()}
 

@@ -171,6 +171,23 @@ def test_those_that_are_left_go_on_around_a_hub_that_must_not_read(name):
     assert_pooled(first[0], voids_of(first[0]), [range(3), range(2)])
 
 
+class Heard:
+    """A tap that keeps the steps of which it was told."""
+
+    def __init__(self):
+        self.steps = set()
+
+    def sent(self, sent):
+        self.steps.add(sent.step)
+
+
+def test_a_tap_hears_those_that_go_on():
+    taps = [Heard() for _ in range(3)]
+    run(3, og.Dense(), each=lambda rank: {"tap": taps[rank]})
+    for tap in taps[:2]:
+        assert tap.steps >= {*range(BATCHES - 1)}
+
+
 class Told:
     """A recorder that keeps all."""
 

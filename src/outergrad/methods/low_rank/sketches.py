@@ -28,6 +28,7 @@ class _Turn:
     Attributes:
         matrix: This site's gradient plus its residual.
         whole_GOI: The same as a matrix, where it had to be formed.
+        q_GIK: Directions of the first sketch, which all sites have.
         y_GOL: Image of the directions that only the memory needs.
         p_GOK: Orthonormal basis of the summed first sketch; None before that.
         residual: Unsent part of `matrix`.
@@ -35,6 +36,7 @@ class _Turn:
 
     matrix: Product | Total
     whole_GOI: Tensor | None
+    q_GIK: Tensor
     y_GOL: Tensor
     p_GOK: Tensor | None = None
     residual: Gradient | None = None
@@ -123,8 +125,9 @@ class GlobalSketches(Subspace):
             main = cheapest(unscaled(gradient), count, 1, with_energy=False)
             others = () if residual is None else (unscaled(residual),)
         matrix = total(main, *others)
-        y_GOL = matrix.times(_start(main, memory, columns, count))
-        self._turns[slot] = _Turn(matrix, whole_GOI, y_GOL[..., columns:])
+        q_GIL = _start(main, memory, columns, count)
+        y_GOL = matrix.times(q_GIL)
+        self._turns[slot] = _Turn(matrix, whole_GOI, q_GIL[..., :columns], y_GOL[..., columns:])
         return y_GOL[..., :columns]
 
     def turn(self, slot: Slot, y_GOK: Tensor) -> Tensor:
@@ -168,6 +171,12 @@ class GlobalSketches(Subspace):
         if math.isfinite(q_GIK.sum().item()):
             self._memories[slot] = compacted(Memory(_usable(q_GIK), turn.residual, columns))
         return Factors(p_GOK.mT, mean.mT)
+
+    def first_stands_for(self, slot: Slot, part: Tensor) -> Factors:
+        """Returns `Y_s Q⁺`, the smallest gradient that makes this sketch; all sites have Q."""
+        q_GIK = self._turns[slot].q_GIK
+        q_GIK = q_GIK.to(torch.promote_types(q_GIK.dtype, torch.float32))
+        return Factors(part.to(q_GIK.dtype).mT, torch.linalg.pinv(q_GIK))
 
     def stands_for(self, slot: Slot, part: Tensor, mean: Arrived) -> Factors:
         """Returns `P Z_sᵀ`, the site's gradient along the directions that all sites have."""

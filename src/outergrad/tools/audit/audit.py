@@ -4,25 +4,44 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from outergrad.core.sent import Way
 from outergrad.launch.errors import RecipeError
 from outergrad.tools.audit.campaign import Campaign, Finding, Truth
 from outergrad.tools.audit.observed import Asked, Batches, observed
+from outergrad.tools.audit.observers import Observers
 from outergrad.tools.audit.places import places_of
-from outergrad.tools.audit.view import View, is_summed, masked, summed, view_of
-from outergrad.tools.plan.subject import imported, known, subject
+from outergrad.tools.audit.recorded import recorded
+from outergrad.tools.audit.subjected import Subjected, subjected
+from outergrad.tools.audit.view import View, is_summed, masked, view_of, ways_of
+
+_OPEN = "a hub that is not blind; a listener on an open link"
+_WHO = {
+    frozenset({Way.SUMMED}): f"{_OPEN}; the other of two sites",
+    frozenset({Way.GATHERED}): f"every other site; {_OPEN}",
+    frozenset({Way.OWNED}): _OPEN,
+    frozenset({Way.SUMMED, Way.GATHERED}): _OPEN,
+    frozenset({Way.SUMMED, Way.OWNED}): _OPEN,
+    frozenset({Way.GATHERED, Way.OWNED}): _OPEN,
+    frozenset(Way): _OPEN,
+}
+"""Who sees all that a site sends, by the ways of its messages."""
 
 SITES = 3
 """Two that are looked at, and one that looks: with less, a sum is the other site's part."""
+READER = SITES - 1
+"""The site that looks."""
 CANARIES = 32
 """Rows beside the batches, which no attack may find in them."""
 
-PART, SUM, MASKED = "a part", "a sum of 2", "masked"
+PART, SITE, SUM, MASKED = "a part", "by one site", "a sum of 2", "masked"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +54,9 @@ class Question:
         rows: Batch sizes.
         positions: Length to which texts are cut; None for their own.
         matching: Whether to match inputs by optimisation, which takes minutes.
+        data_dir: Folder of the data sets, whose rows named workloads have where they are there.
+        recorded: File of `og.FileTap`, whose steps are attacked instead of methods.
+        lr: Learning rate of the steps between two exchanges, if the file is of `og.LocalSteps`.
     """
 
     model: str
@@ -42,6 +64,9 @@ class Question:
     rows: Sequence[int] = (1, 8, 32)
     positions: int | None = None
     matching: bool = False
+    data_dir: Path | None = None
+    recorded: Path | None = None
+    lr: float | None = None
 
     def __post_init__(self) -> None:
         """Checks the numbers.
@@ -53,6 +78,8 @@ class Question:
             raise RecipeError(f"--rows must be numbers of 1 and more, not {list(self.rows)}")
         if self.positions is not None and self.positions < 1:
             raise RecipeError(f"--positions must be 1 or more, not {self.positions}")
+        if self.lr is not None and not 0 < self.lr < inf:
+            raise RecipeError(f"--lr must be above 0, not {self.lr}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +89,11 @@ class Seen:
     Attributes:
         method: Name of the method.
         rows: Batch size of a site.
-        observer: What is seen: `PART`, `SUM` or `MASKED`.
+        observer: What is seen: `PART`, `SITE`, `SUM` or `MASKED`.
         who: Who sees that, in words.
+        source: Where the rows are from, in words.
         findings: Of every attack that fits the model.
+        texts: Texts that came back, where it is known how to decode them.
         refused: Why the method does not go with the model; empty if it does.
     """
 
@@ -72,7 +101,9 @@ class Seen:
     rows: int
     observer: str
     who: str
+    source: str = ""
     findings: Sequence[Finding] = ()
+    texts: Sequence[str] = ()
     refused: str = ""
 
     @property
@@ -82,59 +113,10 @@ class Seen:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns it in JSON types, without pictures."""
-        told = {k: getattr(self, k) for k in ("method", "rows", "observer", "who", "refused")}
-        return told | {"findings": [{**vars(one), "pictures": None} for one in self.findings]}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subjected:
-    """A model with rows to audit it by.
-
-    Attributes:
-        model: The model.
-        x: Inputs, or ids.
-        y: Labels.
-    """
-
-    model: nn.Module
-    x: Tensor
-    y: Tensor
-
-    @property
-    def vocabulary(self) -> int | None:
-        """Number of tokens that the first embedding knows, if inputs are ids."""
-        if self.x.is_floating_point():
-            return None
-        tables = [m for m in self.model.modules() if isinstance(m, nn.Embedding)]
-        return tables[0].num_embeddings if tables else None
-
-
-def subjected(name: str, rows: int, positions: int | None = None) -> Subjected:
-    """Builds a model, and rows for it.
-
-    Args:
-        name: A workload, or ``module:factory``, which gets a number of rows and returns (model,
-            inputs, labels), whose loss is the cross-entropy.
-        rows: Number of rows.
-        positions: Length to which texts are cut.
-
-    Raises:
-        RecipeError: There is no such model, or it cannot be audited.
-    """
-    if ":" in name and name not in known():
-        torch.manual_seed(0)
-        made = imported("--model", name)(rows)
-        if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module)):
-            raise RecipeError(f"--model {name} must return (model, inputs, labels) for an audit")
-        model, x, y = made
-    else:
-        found = subject(name, rows)
-        if found.batch is None:
-            raise RecipeError(f"--model {name} has no labels: an audit needs them")
-        model, (x, y) = found.model, found.batch
-    if positions is not None and x.ndim == 2 and not x.is_floating_point():
-        x, y = x[:, :positions], y[:, :positions] if y.ndim == 2 else y
-    return Subjected(model=model, x=x, y=y)
+        names = ("method", "rows", "observer", "who", "source", "refused", "texts")
+        told = {name: getattr(self, name) for name in names}
+        hidden = {"pictures": None, "ids": None}
+        return told | {"findings": [{**vars(one), **hidden} for one in self.findings]}
 
 
 def audit(question: Question, progress: Callable[[str], None] = lambda told: None) -> list[Seen]:
@@ -147,9 +129,11 @@ def audit(question: Question, progress: Callable[[str], None] = lambda told: Non
     Raises:
         RecipeError: There is no such method or model.
     """
+    if question.recorded is not None:
+        return [*_of_file(question, question.recorded, progress)]
     asked = [Asked.of(name) for name in question.methods]
     most = max(question.rows) * max(one.steps for one in asked) * SITES
-    found = subjected(question.model, most + CANARIES, question.positions)
+    found = subjected(question.model, most + CANARIES, question.positions, question.data_dir)
     seen: list[Seen] = []
     for one in asked:
         for rows in question.rows:
@@ -160,30 +144,65 @@ def audit(question: Question, progress: Callable[[str], None] = lambda told: Non
 
 def _audited(found: Subjected, asked: Asked, rows: int, *, matching: bool) -> Iterator[Seen]:
     batches_S = [_batches(found, asked, rows, site) for site in range(SITES)]
-    about = {"method": asked.name, "rows": rows}
+    about = {"method": asked.name, "rows": rows, "source": found.source}
     try:
         sent_S = observed(found.model, asked, batches_S)
     except RecipeError as error:
         yield Seen(**about, observer=PART, who="", refused=str(error))
         return
-    params = dict(found.model.named_parameters())
-    views = [view_of(sent, params, changed_by=asked.changed_by) for sent in sent_S[: SITES - 1]]
-    campaign = Campaign(
-        copy.deepcopy(found.model).train(), places_of(copy.deepcopy(found.model), found.x[:2])
-    )
+    campaign = _campaign(found.model, found.x)
 
-    def looked(view: View, sites: Sequence[int]) -> list[Finding]:
+    def looked(view: View, observer: str, who: str, sites: Sequence[int] = (0,)) -> Seen:
         truth = _truth(found, [batches_S[site] for site in sites])
-        return campaign.on(view, truth, matching=matching)
+        findings = campaign.on(view, truth, matching=matching)
+        told = {"findings": findings, "texts": found.texts_of(findings)}
+        return Seen(**about, observer=observer, who=who, **told)
 
-    adds_up = is_summed(sent_S[0])
-    who = "who adds up; the other of two sites" if adds_up else "every other site"
-    yield Seen(**about, observer=PART, who=who, findings=looked(views[0], [0]))
-    if adds_up:
-        both = looked(summed(views), range(SITES - 1))
-        yield Seen(**about, observer=SUM, who="each other of three sites", findings=both)
-        hidden = looked(masked(views[0]), [0])
-        yield Seen(**about, observer=MASKED, who="a hub with blind=True", findings=hidden)
+    ways = ways_of(sent_S[0])
+    observers = Observers(sent_S, dict(found.model.named_parameters()), asked.changed_by)
+    yield looked(observers.part(0), PART, _WHO[frozenset(ways)])
+    if ways == {Way.GATHERED}:
+        return
+    others = [n for n in range(SITES) if n != READER]
+    if Way.OWNED in ways:
+        pairs = [(owner, (owner + 1) % SITES) for owner in range(SITES)]
+        who = "the owner of each layer, of that layer"
+        seen = [looked(observers.by(o, of), SITE, who, [of]) for o, of in pairs]
+        yield max(seen, key=lambda one: one.worst.share if one.worst else 0.0)
+    elif ways != {Way.SUMMED}:
+        yield looked(observers.by(READER, 0), SITE, "each other of three sites")
+    yield looked(observers.sum_of_others(READER), SUM, "each other of three sites", others)
+    if ways == {Way.SUMMED}:
+        yield looked(masked(observers.part(0)), MASKED, "a hub with blind=True")
+
+
+def _of_file(question: Question, path: Path, progress: Callable[[str], None]) -> Iterator[Seen]:
+    """Yields what came back of each step in a file."""
+    found = recorded(path, question.model, question.positions, CANARIES, question.data_dir)
+    if found.local_steps is not None and question.lr is None:
+        raise RecipeError(
+            f"--recorded {path} is of og.LocalSteps, whose messages are changes of the weights: "
+            f"say by --lr the learning rate of the steps before them"
+        )
+    changed_by = None if found.local_steps is None else found.local_steps * (question.lr or 1.0)
+    for step in found.steps:
+        progress(f"step {step.number}")
+        sent = [replace(one, scale=one.scale / (changed_by or 1.0)) for one in step.sent]
+        view = view_of(sent, dict(step.model.named_parameters()), changed_by=changed_by)
+        campaign = _campaign(step.model, step.truth.x)
+        about = {"method": f"{found.method}, step {step.number}", "rows": len(step.truth.x)}
+        told: list[tuple[View, str, str]] = [(view, PART, _WHO[frozenset(ways_of(sent))])]
+        if is_summed(sent):
+            told.append((masked(view), MASKED, "a hub with blind=True"))
+        for seen, observer, who in told:
+            findings = campaign.on(seen, step.truth, matching=question.matching)
+            texts = found.subject.texts_of(findings)
+            more = {"source": "recorded rows", "findings": findings, "texts": texts}
+            yield Seen(**about, observer=observer, who=who, **more)
+
+
+def _campaign(model: nn.Module, x: Tensor) -> Campaign:
+    return Campaign(copy.deepcopy(model).train(), places_of(copy.deepcopy(model), x[:2]))
 
 
 def _batches(found: Subjected, asked: Asked, rows: int, site: int) -> Batches:

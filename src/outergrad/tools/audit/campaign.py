@@ -61,6 +61,7 @@ class Finding:
         by_quality: Whether the figure is how near inputs came, which says more than a number of
             them.
         pictures: Truth and what came back, in pairs, for a page.
+        ids: Texts that came back, as ids, (tokens,) each.
     """
 
     attack: str
@@ -75,6 +76,7 @@ class Finding:
     figure: str
     by_quality: bool = False
     pictures: Sequence[tuple[Tensor, Tensor]] = field(default=(), repr=False, compare=False)
+    ids: Sequence[Tensor] = field(default=(), repr=False, compare=False)
 
     @property
     def share(self) -> float:
@@ -210,6 +212,7 @@ class Campaign:
             of=len(true),
             false=len(back - true),
             figure=f"{len(back & true)} of {len(true)} texts",
+            ids=[torch.tensor(text) for text in sorted(back & true)[:_PICTURES]],
         )
 
     # -- labels -----------------------------------------------------------------------------------

@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import cache
 from math import inf, nan
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import outergrad as og
-from outergrad.core.payload import Entries
-from outergrad.core.sent import Sent
-from outergrad.core.transport import Comm, Transport
-from outergrad.core.types import Factors
+from outergrad.core.sent import Sent, Tap, copied
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.simulate import Stop, simulate
 from outergrad.private import noise_for
@@ -31,49 +26,20 @@ LOCAL_LR = 0.01
 """Learning rate of the steps between two exchanges of `og.LocalSteps`."""
 
 
-class Tapped(Transport):
-    """The process groups of torch.distributed, with a tap on what this site sends.
-
-    Attributes:
-        sent: Copies of all of it since the last `clear`, in order.
-    """
-
-    settings = frozenset({"group", "timeout"})
+class Tapped(Tap):
+    """A tap that keeps all that this site sends."""
 
     def __init__(self) -> None:
         self._kept: list[Sent] = []
 
-    def open(
-        self,
-        device: torch.device,
-        *,
-        group: dist.ProcessGroup | None = None,
-        timeout: timedelta | None = None,
-    ) -> Comm:
-        """Opens `og.TorchDistributed`, and taps it."""
-        comm = og.TorchDistributed().open(device, group=group, timeout=timeout)
-        comm.tap = self
-        return comm
-
     def sent(self, sent: Sent) -> None:
         """Keeps a copy."""
-        self._kept.append(replace(sent, content=_copied(sent.content)))
+        self._kept.append(copied(sent))
 
     @property
     def kept(self) -> Sequence[Sent]:
         """Copies of all that was sent, in order."""
         return self._kept
-
-
-def _copied(content: Any) -> Any:
-    if isinstance(content, Tensor):
-        return content.detach().clone()
-    if isinstance(content, Factors):
-        return Factors(*(None if t is None else t.detach().clone() for t in content))  # type: ignore[arg-type]
-    if isinstance(content, Entries):
-        values_K, places_B = content.values_K.detach().clone(), content.places_B.clone()
-        return content._replace(values_K=values_K, places_B=places_B)
-    return [t.detach().clone() for t in content]
 
 
 @dataclass(frozen=True)
@@ -165,7 +131,8 @@ def observed(model: nn.Module, asked: Asked, batches_S: Sequence[Batches]) -> li
     def site(group: dist.ProcessGroup, _: Stop) -> list[Sent]:
         rank, tapped = group.rank(), Tapped()
         own = copies[rank]
-        options = {**asked.attach.options, "transport": tapped}
+        # as og.distribute has it: the first site sends its running statistics
+        options = {"buffers": "broadcast", **asked.attach.options, "tap": tapped}
         if asked.epsilon is not None:
             options["transform"] = asked.transform(samples)
         replica = replace(asked.attach, options=options)(own, group)

@@ -16,11 +16,14 @@ from outergrad.tools.audit.audit import Question, Seen, audit
 from outergrad.tools.audit.page import write_audit
 from outergrad.tools.audit.table import findings_table
 from outergrad.tools.audit.verdict import verdict
-from outergrad.tools.commands.options import METHOD_HELP
+from outergrad.tools.commands.options import DATA_DIR, METHOD_HELP, DataDir
 from outergrad.tools.plan.subject import known
 
+SHOWN = 1
+"""Texts that are shown per method, batch size and observer."""
 WIDTH = 160
 """Columns of output that is not written to a terminal."""
+ROWS = "1,8,32"
 AUDITED = "dense,dad,dad-activations,edad,rank-dad:rank=4:reduce=all_reduce,sparse"
 
 Model = Annotated[
@@ -33,13 +36,27 @@ Model = Annotated[
     ),
 ]
 Methods = Annotated[
-    str,
+    str | None,
     typer.Option(
+        show_default=AUDITED,
         help=f"With commas, of: {METHOD_HELP}. dense@8 is under differential privacy with ε 8 in "
-        "one step."
+        "one step.",
     ),
 ]
-Rows = Annotated[str, typer.Option(help="Batch sizes of a site, with commas.")]
+Rows = Annotated[
+    str | None, typer.Option(help="Batch sizes of a site, with commas.", show_default=ROWS)
+]
+Recorded = Annotated[
+    Path | None,
+    typer.Option(
+        help="File of og.FileTap: its steps are attacked, of a training of your own.",
+        dir_okay=False,
+    ),
+]
+Lr = Annotated[
+    float | None,
+    typer.Option(help="With --recorded of og.LocalSteps: learning rate of each site's own steps."),
+]
 Positions = Annotated[
     int | None,
     typer.Option(help="Cut texts to so many tokens.", show_default="as long as they are"),
@@ -64,10 +81,13 @@ JsonFile = Annotated[
 
 def audit_command(
     model: Model = "mlp",
-    methods: Methods = AUDITED,
-    rows: Rows = "1,8,32",
+    methods: Methods = None,
+    rows: Rows = None,
+    recorded: Recorded = None,
+    lr: Lr = None,
     positions: Positions = None,
     matching: Matching = False,
+    data_dir: DataDir = DATA_DIR,
     threads: Threads = None,
     out: Out = None,
     json_file: JsonFile = None,
@@ -75,15 +95,24 @@ def audit_command(
     """Attack what each method sends, and show what came back of the data.
 
     Three sites run here in one process, on one step. Attacks get what leaves a site, as its
-    receivers decode it, and the model.
+    receivers decode it, and the model. With --recorded they get what a site has sent in a training
+    of your own.
     """
     with errors_in_one_line():
+        for option, value in (("--methods", methods), ("--rows", rows)):
+            if recorded is not None and value is not None:
+                raise RecipeError(f"{option} does not go with --recorded: the file says it")
+        if recorded is None and lr is not None:
+            raise RecipeError("--lr is for --recorded alone")
         question = Question(
             model=model,
-            methods=tuple(map(str.strip, methods.split(","))),
-            rows=_numbers(rows),
+            methods=tuple(map(str.strip, (methods or AUDITED).split(","))),
+            rows=_numbers(rows or ROWS),
             positions=positions,
             matching=matching,
+            data_dir=data_dir,
+            recorded=recorded,
+            lr=lr,
         )
         for option, path in (("-o", out), ("--json", json_file)):
             if path is not None and not path.resolve().parent.is_dir():
@@ -110,7 +139,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 def _watched(question: Question) -> list[Seen]:
     with step_bars(shown=True) as bars:
         cases = len(question.methods) * len(question.rows)
-        task = bars.add_task(question.model, total=cases)
+        task = bars.add_task(question.model, total=None if question.recorded else cases)
 
         def progress(told: str) -> None:
             bars.update(task, advance=1, description=f"{question.model}: {told}")
@@ -123,6 +152,10 @@ def show(seen: list[Seen]) -> None:
     console = Console()
     console = console if console.is_terminal else Console(width=WIDTH)
     console.print(findings_table(seen))
+    sources = dict.fromkeys(one.source for one in seen if one.source)
+    console.print(f"Attacked: {'; '.join(sources)}.", highlight=False)
+    for text in dict.fromkeys(text for one in seen for text in one.texts[:SHOWN]):
+        console.print(f"A text that came back: {text!r}", highlight=False, markup=False)
     for one in {one.method: one for one in seen if one.refused}.values():
         console.print(f"{one.method} was refused: {one.refused}", highlight=False)
     for sentence in verdict(seen):

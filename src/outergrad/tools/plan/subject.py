@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -62,6 +62,23 @@ def _from_here() -> Iterator[None]:
 _WANTED = "return (model, inputs), with inputs a tensor, a tuple or a dict of names"
 
 
+@dataclass(frozen=True, kw_only=True)
+class RealRows:
+    """Rows of a data set.
+
+    Attributes:
+        name: Name of the data set.
+        x: Inputs, or ids.
+        y: Their labels.
+        decode: Makes a text of ids; None where rows are no texts.
+    """
+
+    name: str
+    x: Tensor
+    y: Tensor
+    decode: Callable[[Sequence[int]], str] | None = None
+
+
 @dataclass(frozen=True)
 class Subject:
     """A model and the loss of a step.
@@ -72,6 +89,8 @@ class Subject:
         rows: Rows of the batch, per site.
         loss: Runs the forward pass of the model, or of what wraps it.
         batch: Inputs and labels of the rows, if `loss` is their cross-entropy.
+        real: Reads up to so many rows of the model's own data set from the folder of all data
+            sets, and raises a `RecipeError` if they are not there; None where it has none.
     """
 
     name: str
@@ -79,6 +98,7 @@ class Subject:
     rows: int
     loss: Callable[[nn.Module], Tensor]
     batch: tuple[Tensor, Tensor] | None = None
+    real: Callable[[Path, int], RealRows] | None = None
 
 
 @cache

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import outergrad as og
-from outergrad.core.sent import Sent
+from outergrad.core.sent import Kind, Sent
 from outergrad.launch.errors import RecipeError
-from outergrad.tools.audit.observed import Asked, Tapped, observed
-from outergrad.tools.audit.view import View, is_summed, masked, summed, view_of
+from outergrad.linalg.gradients import as_tensor
+from outergrad.tools.audit.observed import LOCAL_LR, Asked, Tapped, observed
+from outergrad.tools.audit.observers import Observers
+from outergrad.tools.audit.view import View, is_summed, masked, reaching, summed, view_of
 from ranks import run_on_lasting_groups
 
 SITES = 3
@@ -58,7 +60,7 @@ def shared(name: str) -> tuple[list[View], dict[str, Tensor], list[list[Sent]]]:
 
     def body(rank, group):
         tapped, model = Tapped(), models[rank]
-        session = og.distribute(model, method, group=group, transport=tapped)
+        session = og.distribute(model, method, group=group, tap=tapped)
         for _ in range(2):
             before = len(tapped.kept)
             model.zero_grad()
@@ -87,8 +89,10 @@ def test_messages_of_exact_methods_say_this_sites_gradient(name):
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_the_mean_of_what_sites_send_is_what_arrives(name):
-    views, mean, _ = shared(name)
-    total = summed(views)
+    _, mean, sent_S = shared(name)
+    params = dict(network().named_parameters())
+    last_S = [[one for one in sent if one.kind != Kind.SKETCH] for sent in sent_S]
+    total = summed([view_of(sent, params) for sent in last_S])
     assert total.sites == SITES
     assert mean.keys() == total.gradients.keys()
     for param, arrived in mean.items():
@@ -126,15 +130,93 @@ def test_tensors_of_blocks_are_seen():
     assert "0.weight" in view.gradients
 
 
-def test_changes_of_local_steps_are_told_as_mean_gradients():
-    model, asked = network(), Asked.of("local-steps:k=2")
-    batches_S = [[rows(2 * site), rows(2 * site + 1)] for site in range(SITES)]
+@pytest.mark.parametrize("k", [1, 4, 16])
+def test_changes_of_local_steps_are_told_as_mean_gradients(k):
+    model, asked = network(), Asked.of(f"local-steps:k={k}")
+    assert asked.steps == k
+    batches_S = [[rows(k * site + step) for step in range(k)] for site in range(SITES)]
     before = copy.deepcopy(model.state_dict())
     view = view_of(observed(model, asked, batches_S)[0], dict(model.named_parameters()))
     assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
-    both = [own_gradients(model, site) for site in (0, 1)]
+    walked, sums = copy.deepcopy(model), {n: torch.zeros_like(t) for n, t in before.items()}
+    for x, y in batches_S[0]:
+        found = torch.autograd.grad(cross_entropy(walked(x), y), [*walked.parameters()])
+        with torch.no_grad():
+            for (n, p), g in zip(walked.named_parameters(), found, strict=True):
+                sums[n] += g
+                p -= LOCAL_LR * g
     for param, found in view.gradients.items():
-        assert largest_error(found, (both[0][param] + both[1][param]) / 2) < 0.05
+        assert largest_error(found, sums[param] / k) < 1e-3  # the rounding of weights
+
+
+def test_the_first_sketch_adds_to_what_the_last_one_tells():
+    """Both are linear functions of the gradient, and the view is the smallest that has both."""
+    _, _, sent_S = shared("rank-dad:rank=2:reduce=all_reduce:error_feedback=None")
+    params = dict(network().named_parameters())
+    for site, sent in enumerate(sent_S):
+        own = own_gradients(network(), site)["2.weight"].double()
+        told = {one.kind: one for one in sent if one.name == "2.weight"}
+        first, last = (as_tensor(told[k].content)[0].double() for k in (Kind.SKETCH, Kind.GRADIENT))
+        both = view_of(sent, params).gradients["2.weight"].double()
+        only = view_of([told[Kind.GRADIENT]], params).gradients["2.weight"].double()
+        assert torch.linalg.matrix_rank(both, rtol=1e-4) > torch.linalg.matrix_rank(only, rtol=1e-4)
+        assert (both - own).norm() < (only - own).norm()
+        right = torch.linalg.svd(first)[2][:2].T  # directions of the first, and of the last
+        left = torch.linalg.svd(last)[0][:, :2]
+        torch.testing.assert_close(both @ right, own @ right, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(left.T @ both, left.T @ own, rtol=1e-3, atol=1e-6)
+
+
+def test_the_last_delta_of_a_block_has_the_labels_in_its_signs():
+    (view, *_), _, _ = shared("edad:always=True")
+    ((delta,),) = view.deltas.values()
+    _, y = rows(0)
+    assert delta.shape == (4, 5)
+    assert torch.equal((delta < 0).int(), nn.functional.one_hot(y, 5).int())
+
+
+def test_running_statistics_are_seen():
+    model = nn.Sequential(nn.Linear(30, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
+    batches_S = [[rows(site)] for site in range(SITES)]
+    view = view_of(observed(model, Asked.of("dense"), batches_S)[0], dict(model.named_parameters()))
+    mean = model[0](rows(0)[0]).mean(0)
+    torch.testing.assert_close(view.buffers["1.running_mean"], 0.1 * mean)
+    assert "1.running_mean" not in view.gradients
+
+
+TWO_WAY = "rank-dad:rank=4:reduce=two_way:error_feedback=None"
+
+
+def test_an_owner_has_the_parts_of_its_layers_alone():
+    _, _, sent_S = shared(TWO_WAY)
+    params = dict(network().named_parameters())
+    observers = Observers(sent_S, params)
+    whole = observers.part(0).gradients
+    seen = [observers.by(reader, 0).gradients for reader in range(SITES)]
+    for found in seen:
+        for name, gradient in found.items():
+            assert torch.equal(gradient, whole[name])
+    owned = [name for found in seen for name in found]
+    assert sorted(owned) == sorted(whole)  # each layer has one owner
+
+
+def test_others_have_the_sum_of_all_from_an_owner_less_their_own():
+    _, mean, sent_S = shared(TWO_WAY)
+    observers = Observers(sent_S, dict(network().named_parameters()))
+    reader = SITES - 1
+    own, sums = observers.part(reader).gradients, observers.sum_of_others(reader)
+    mine = observers.by(reader, 0).gradients
+    assert sums.sites == SITES - 1
+    others = [name for name in mean if name not in mine]
+    assert others
+    for name in others:
+        assert largest_error(sums.gradients[name] + own[name], SITES * mean[name]) < 1e-4
+
+
+def test_a_site_has_no_terms_of_sums_of_another():
+    assert reaching(shared("dense")[2][0], 1) == []
+    everything = shared("dad:always=True")[2][0]
+    assert reaching(everything, 1) == everything
 
 
 def test_masked_parts_are_other_numbers_each_time():

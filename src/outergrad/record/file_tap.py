@@ -1,0 +1,251 @@
+"""A tap that writes what this site sends to a file, for an audit of the user's own training."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from outergrad._version import __version__
+from outergrad._whole_files import load_plain, save_whole
+from outergrad.core.payload import Entries
+from outergrad.core.sent import Kind, Sent, StepTap, TappedRun, Way, copied
+from outergrad.core.types import Factors, Slot
+from outergrad.record.recorders import warn
+
+FORMAT = "outergrad: what a site sent, 1"
+PRIVATE = 0o600
+"""Mode of the files: whoever reads one reads what `outergrad audit` makes of it, and the truth."""
+
+
+class FileTap(StepTap):
+    """Writes whole steps of what this site sends to a file, for `outergrad audit --recorded`.
+
+    Choose it to audit a training loop of your own:
+    `og.distribute(model, method, tap=og.FileTap("sent.pt"))`. The file has, of each step that is
+    kept, all that left this site, the weights and buffers of the model, and the rows that `truth`
+    was given.
+
+    **Such a file holds data.** Whoever has it can do what the audit does, and the truth is in it as
+    it is. It is made readable by its owner alone (mode 0600); delete it after the audit. It is
+    written anew, in one piece, after each step that is kept, and replaces an older one. Steps that
+    do not count are not kept, nor exchanges that not all sites took part in (a quorum).
+
+    Args:
+        path: the file, in a folder that is there.
+        steps: number of steps to keep, from the first on; or the numbers of those to keep, as
+            events have them, the first being 0. With `og.LocalSteps` they are exchanges.
+        most_bytes: size of the file, in bytes, above which no further step is kept; a warning says
+            so.
+
+    Raises:
+        ValueError: a setting out of its range, or there is no such folder.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        steps: int | Collection[int] = 1,
+        most_bytes: int = 1 << 30,
+    ) -> None:
+        self.path = Path(path)
+        if not self.path.absolute().parent.is_dir():
+            raise ValueError(f"FileTap: path={str(path)!r}: there is no such folder; make it first")
+        if self.path.is_dir():
+            raise ValueError(f"FileTap: path={str(path)!r} is a folder; name a file")
+        self.steps = _checked(steps)
+        if type(most_bytes) is not int or most_bytes < 1:
+            raise ValueError(f"FileTap: most_bytes={most_bytes!r}: pass a number of bytes above 0")
+        self.most_bytes = most_bytes
+        self._run: TappedRun | None = None
+        self._kept: list[dict[str, Any]] = []
+        self._step: dict[str, Any] | None = None
+        self._truth: list[list[Tensor]] = []
+        self._bytes = 0
+        self._is_full = False
+
+    def truth(self, x: Tensor, y: Tensor) -> None:
+        """Adds the batch of the next `backward()` to its step, to tell what an attack has found.
+
+        Call it before each backward whose step is kept; with `og.LocalSteps` or `every=k` several
+        make up one. The rows are copied, and are written to the file as they are.
+
+        Args:
+            x: inputs, or ids, rows first.
+            y: their labels.
+
+        Raises:
+            ValueError: they are of different numbers of rows.
+        """
+        if len(x) != len(y):
+            raise ValueError(f"FileTap.truth: {len(x)} inputs and {len(y)} labels: pass one each")
+        if not self._is_done:
+            self._truth.append([t.detach().to("cpu", copy=True) for t in (x, y)])
+
+    @property
+    def _is_done(self) -> bool:
+        most = self.steps if isinstance(self.steps, int) else len(self.steps)
+        return self._is_full or len(self._kept) >= most
+
+    # -- what the session calls -------------------------------------------------------------------
+
+    def attached(self, run: TappedRun) -> None:
+        """Learns of which model and method it is."""
+        self._run = run
+
+    def begun(self, step: int) -> None:
+        """Begins a step, with its weights, if it is to be kept."""
+        self._step = None
+        wanted = isinstance(self.steps, int) or step in self.steps
+        if wanted and not self._is_done and self._run is not None:
+            self._step = {"step": step, "weights": _weights(self._run), "sent": []}
+
+    def sent(self, sent: Sent) -> None:
+        """Keeps a copy of what leaves this site in a step."""
+        if self._step is not None:
+            self._step["sent"].append(_plain(copied(sent)))
+
+    def ended(self, step: int) -> None:
+        """Writes the steps so far."""
+        truth, self._truth = self._truth, []
+        found, self._step = self._step, None
+        if found is None:
+            return
+        found["truth"] = truth
+        nbytes = sum(t.nbytes for t in _tensors(found))
+        if self._bytes + nbytes > self.most_bytes:
+            self._is_full = True
+            warn(
+                f"FileTap: step {step} is not kept: with its {nbytes:,} bytes {self.path} would "
+                f"have more than most_bytes={self.most_bytes:,}"
+            )
+            return
+        self._bytes += nbytes
+        self._kept.append(found)
+        assert self._run is not None
+        save_whole(self.path, {**_about(self._run), "steps": self._kept}, mode=PRIVATE)
+
+
+class SentStep:
+    """A step in a file of `FileTap`.
+
+    Args:
+        found: as it was written.
+
+    Attributes:
+        step: its number.
+        weights: parameters and buffers of the model, by name.
+        sent: all that left the site.
+        truth: inputs and labels of each batch behind it; empty if they were not given.
+    """
+
+    def __init__(self, found: Mapping[str, Any]) -> None:
+        self.step: int = found["step"]
+        self.weights: dict[str, Tensor] = found["weights"]
+        self.sent = [_sent(one, self.step) for one in found["sent"]]
+        self.truth: list[tuple[Tensor, Tensor]] = [(x, y) for x, y in found["truth"]]
+
+
+class SentFile:
+    """A file of `FileTap`.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        method: the method, as text.
+        transform: what changed gradients before they travelled, as text; "" for nothing.
+        local_steps: steps between two exchanges; None where gradients were shared.
+        site: rank of the site.
+        sites: number of sites.
+        steps: the steps.
+
+    Raises:
+        OSError: it cannot be opened.
+        ValueError: it is no such file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        found = load_plain(path)
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise ValueError(f"it is no file of og.FileTap as outergrad {__version__} reads it")
+        try:
+            self.method: str = found["method"]
+            self.transform: str = found["transform"]
+            self.local_steps: int | None = found["local_steps"]
+            self.site: int = found["site"]
+            self.sites: int = found["sites"]
+            self.steps = [SentStep(one) for one in found["steps"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"it is damaged: {error!r}") from error
+
+
+def _checked(steps: Any) -> int | frozenset[int]:
+    if type(steps) is int and steps >= 1:
+        return steps
+    if isinstance(steps, Collection) and not isinstance(steps, str | bytes):
+        found = frozenset(steps)
+        if found and all(type(step) is int and step >= 0 for step in found):
+            return found
+    raise ValueError(
+        f"FileTap: steps={steps!r}: pass a number of steps above 0, or the numbers of steps, as "
+        f"[0, 100]"
+    )
+
+
+def _about(run: TappedRun) -> dict[str, Any]:
+    told = {"format": FORMAT, "outergrad": __version__}
+    names = ("method", "transform", "local_steps", "site", "sites")
+    return told | {name: getattr(run, name) for name in names}
+
+
+def _weights(run: TappedRun) -> dict[str, Tensor]:
+    named = {**run.model.state_dict(), **run.weights}
+    tensors = {name: t for name, t in named.items() if isinstance(t, Tensor)}
+    return {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
+
+
+def _tensors(found: Any) -> list[Tensor]:
+    if isinstance(found, Tensor):
+        return [found]
+    parts = found.values() if isinstance(found, dict) else found
+    return [t for part in parts if isinstance(part, Tensor | dict | list) for t in _tensors(part)]
+
+
+def _plain(sent: Sent) -> dict[str, Any]:
+    """Returns it in containers that `torch.load` reads without running anything."""
+    content, told = sent.content, {"name": sent.name, "scale": sent.scale, "owner": sent.owner}
+    told |= {"way": sent.way.value, "kind": sent.kind.value, "deltas": list(sent.deltas)}
+    told["slot"] = None if sent.slot is None else sent.slot._asdict()
+    if isinstance(content, Factors):
+        return told | {"form": "factors", "content": [*content]}
+    if isinstance(content, Entries):
+        return told | {"form": "entries", "content": [*content]}
+    if isinstance(content, Tensor):
+        return told | {"form": "tensor", "content": [content]}
+    return told | {"form": "tensors", "content": [*content]}
+
+
+def _sent(told: Mapping[str, Any], step: int) -> Sent:
+    content, form = told["content"], told["form"]
+    if form == "factors":
+        content = Factors(*content)
+    elif form == "entries":
+        values_K, places_B, shape, block = content
+        content = Entries(values_K, places_B, tuple(shape), block)
+    elif form == "tensor":
+        (content,) = content
+    return Sent(
+        name=told["name"],
+        content=content,
+        way=Way(told["way"]),
+        step=step,
+        scale=told["scale"],
+        slot=None if told["slot"] is None else Slot(**told["slot"]),
+        kind=Kind(told["kind"]),
+        owner=told["owner"],
+        deltas=told["deltas"],
+    )
