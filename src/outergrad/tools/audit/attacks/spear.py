@@ -139,7 +139,7 @@ def _sharpened(directions_TR: Tensor, left_OR: Tensor) -> Tensor:
     Each step solves a least squares with the weights of the step before. In 32 bits, which are
     twice as fast: what follows refines.
     """
-    units, rank = left_OR.shape
+    rank = left_OR.shape[1]
     down, across = torch.tril_indices(rank, rank)
     left_OR = left_OR.float()
     products_OH = left_OR[:, down] * left_OR[:, across]  # half of each outer product
