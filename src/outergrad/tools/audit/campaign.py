@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from outergrad.tools.audit.attacks.bags import tokens_by_position
 from outergrad.tools.audit.attacks.deeper import inner_members
 from outergrad.tools.audit.attacks.hidden import rows_behind
 from outergrad.tools.audit.attacks.labels import label_counts
@@ -17,9 +18,10 @@ from outergrad.tools.audit.attacks.matching import matched
 from outergrad.tools.audit.attacks.membership import membership_scores
 from outergrad.tools.audit.attacks.patches import Cut, image_in_span, patches_by_positions
 from outergrad.tools.audit.attacks.rows import alone_rows
+from outergrad.tools.audit.attacks.signs import labels_by_signs
 from outergrad.tools.audit.attacks.span import Span, span_of
 from outergrad.tools.audit.attacks.spear import spear
-from outergrad.tools.audit.attacks.text import read_texts
+from outergrad.tools.audit.attacks.text import read_texts, two_tables
 from outergrad.tools.audit.attacks.tokens import looked_up
 from outergrad.tools.audit.figures import (
     CLOSE,
@@ -132,8 +134,10 @@ class Campaign:
             self._rows_by_positions,
             self._rows_by_patches,
             self._tokens,
+            self._tokens_at_positions,
             self._texts,
             self._labels,
+            self._labels_by_signs,
             self._members_by_span,
             self._members_by_inner_spans,
             self._members_by_products,
@@ -233,7 +237,28 @@ class Campaign:
             found=len(ids & true),
             of=len(true),
             false=len(ids - true),
+            canaries=len(set(truth.outside[0].unique().tolist()) - true),
             figure=f"{len(ids & true)} of {len(true)} tokens",
+        )
+
+    def _tokens_at_positions(self, view: View, truth: Truth) -> Iterator[Finding]:
+        if truth.vocabulary is None or self._places.tokens is None:
+            return
+        positions = truth.x.shape[1]
+        tables = two_tables(self._model, view.gradients, truth.vocabulary, positions)
+        if tables is None:
+            return
+        claimed = tokens_by_position(*tables)
+        found = {(place, int(i)) for place, ids in enumerate(claimed) for i in ids}
+        true, outside = (_at_positions(x) for x in (truth.x, truth.outside[0]))
+        yield Finding(
+            attack="tokens at positions",
+            layer=self._places.tokens,
+            found=len(found & true),
+            of=len(true),
+            false=len(found - true),
+            canaries=len(outside - true),
+            figure=f"{len(found & true)} of {len(true)} tokens at their positions",
         )
 
     def _texts(self, view: View, truth: Truth) -> Iterator[Finding]:
@@ -249,6 +274,7 @@ class Campaign:
             found=len(back & true),
             of=len(true),
             false=len(back - true),
+            canaries=len(truth.outside[0]),
             figure=f"{len(back & true)} of {len(true)} texts",
         )
 
@@ -273,6 +299,27 @@ class Campaign:
             guessed=float(torch.minimum(even, true).sum()),
             false=rows - right,
             figure=f"{right} of {rows} labels",
+        )
+
+    def _labels_by_signs(self, view: View, truth: Truth) -> Iterator[Finding]:
+        """Labels of the rows in the order of the message, which is that of the batch."""
+        layer, rows = self._places.labels, len(truth.y)
+        if layer is None or view.sites > 1 or truth.y.ndim > 1:
+            return
+        classes = len(self._model.get_submodule(layer).get_parameter("weight"))
+        deltas = [t for t in view.others if t.shape == (rows, classes)]
+        if not deltas:
+            return
+        found = max((labels_by_signs(t) for t in deltas), key=len)
+        right = int((found == truth.y).sum()) if len(found) else 0
+        yield Finding(
+            attack="labels by signs",
+            layer=layer,
+            found=right,
+            of=rows,
+            guessed=rows / classes,
+            false=len(found) - right,
+            figure=f"{right} of {rows} labels, row by row",
         )
 
     # -- members ----------------------------------------------------------------------------------
@@ -309,6 +356,7 @@ class Campaign:
             found=found,
             of=0,
             deviation=auc_deviation(len(members), len(others)),
+            false=int((others > members.median()).sum()),
             canaries=len(others),
             figure=f"AUC {found:.2f}",
         )
@@ -373,6 +421,7 @@ def _of_rows(attack: str, layer: str, found: Tensor, truth: Truth) -> Finding:
         exact=exact,
         of=len(true),
         false=false,
+        canaries=len(truth.outside[0]),
         figure=f"{back} of {len(true)} rows" + f", {exact} exactly" * (exact < back),
         pictures=pictures,
     )
@@ -393,6 +442,11 @@ def _of_members(attack: str, layer: str, members: Tensor, canaries: Tensor) -> F
 def _all_in(span: Span, patches_NPK: Tensor) -> Tensor:
     """Returns the images all of whose patches are in a span, bool, (images,)."""
     return span.contains(patches_NPK.flatten(0, 1)).view(patches_NPK.shape[:2]).all(dim=1)
+
+
+def _at_positions(ids_NP: Tensor) -> set[tuple[int, int]]:
+    """Returns all pairs of a position and a token there."""
+    return {(place, i) for place, ids in enumerate(ids_NP.T.tolist()) for i in ids}
 
 
 def _generator() -> torch.Generator:
