@@ -16,6 +16,8 @@ _AGREEING = 0.97
 """Share of units whose delta must be zero where the ReLU of the row is off, and nowhere else."""
 _ALIKE, _SAME = 1 - 1e-4, 1 - 1e-6
 """Cosines from which on two directions are one, before and behind refinement."""
+_SPARSE = 0.65
+"""Share of the most zeros that a direction must have: a difference of two rows has half of them."""
 _KEPT = 1024
 _REFINEMENTS = 2
 _REWEIGHTINGS = 100
@@ -23,6 +25,8 @@ _SMOOTH = (1.0, 1e-3)
 """Part of an image's mean size below which its entries are alike, at first and at last."""
 _STARTS = 128
 """Directions that are sharpened together."""
+_MOST_DRAWN, _DRAWN, _DRAWS = 16, 4096, 8
+"""Rows up to which zeros are drawn, too; draws that are solved together; how often, in a round."""
 _IDLE_ROUNDS = 2
 """Rounds without a new direction after which the search ends."""
 
@@ -114,9 +118,12 @@ def _sparse_columns(
         starts_TR = left_OR[torch.randint(units, (_STARTS,), generator=generator)]
         if number % 2 == 0:  # else anew, as what was found may be wrong
             starts_TR = _outside(starts_TR, before)
-        sharp_TR = _refined(_sharpened(starts_TR, left_OR), left_OR)
+        tried_TR = _sharpened(starts_TR, left_OR)
+        if rank <= _MOST_DRAWN:
+            tried_TR = torch.cat([tried_TR, _drawn(left_OR, generator)])
+        sharp_TR = _refined(tried_TR, left_OR)
         found_KR = _distinct(torch.cat([found_KR, sharp_TR]), left_OR, _SAME)
-        chosen_KR = _independent(found_KR)
+        chosen_KR = _independent(_sparsest(found_KR, left_OR))
         if len(chosen_KR) == rank:
             yield chosen_KR.T
         same = chosen_KR.shape == before.shape and bool(torch.allclose(chosen_KR, before))
@@ -127,10 +134,30 @@ def _sparse_columns(
 
 
 def _outside(starts_TR: Tensor, found_KR: Tensor) -> Tensor:
-    """Returns the parts of starts outside of what was found: they lead to other directions."""
+    """Returns the parts of starts outside of what was found."""
     basis_RK = torch.linalg.qr(found_KR.T).Q
     rest_TR = starts_TR - starts_TR @ basis_RK @ basis_RK.T
     return rest_TR / rest_TR.norm(dim=1, keepdim=True).clamp(min=1e-12)
+
+
+def _drawn(left_OR: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Returns directions of sparse images that are zero at rank - 1 units, drawn at random.
+
+    Units that are all off for one row give its direction, of which some one in 2^(b-1) / b draws
+    has so many. It finds the rows of which `_sharpened` falls down to others.
+    """
+    units, rank = left_OR.shape
+    found = [left_OR[:0]]
+    for _ in range(_DRAWS):
+        drawn_TQ = torch.randint(units, (_DRAWN, rank - 1), generator=generator)
+        square_TQQ, last_TQ1 = left_OR[drawn_TQ].split([rank - 1, 1], dim=2)
+        solved_TQ1, _ = torch.linalg.solve_ex(square_TQQ, -last_TQ1)
+        ones_T1 = torch.ones_like(solved_TQ1[:, :1, 0])
+        directions_TR = torch.cat([solved_TQ1.squeeze(2), ones_T1], dim=1)
+        directions_TR = directions_TR / directions_TR.norm(dim=1, keepdim=True)
+        sparse_T = _zeros(directions_TR, left_OR, _ZEROS[1]).sum(dim=1) > _enough(left_OR)
+        found.append(directions_TR[sparse_T])
+    return torch.cat(found)
 
 
 def _sharpened(directions_TR: Tensor, left_OR: Tensor) -> Tensor:
@@ -206,12 +233,19 @@ def _flattest(rows_OR: Tensor) -> Tensor:
 def _distinct(directions_KR: Tensor, left_OR: Tensor, cosine: float) -> Tensor:
     """Returns directions that are no other one once more, those of most zeros first.
 
-    A difference of two rows of one label is nearly zero where both are on, but not exactly.
+    A difference of two rows of one label is zero where both are off, and nearly so where both are
+    on: it has half of the zeros that a row has.
     """
     zeros_K = _zero_totals(directions_KR, left_OR)
     sorted_KR = directions_KR[zeros_K.argsort(descending=True, stable=True)]
     same_KK = (sorted_KR @ sorted_KR.T).abs() > cosine
     return sorted_KR[~same_KK.tril(diagonal=-1).any(dim=1)][:_KEPT]
+
+
+def _sparsest(sorted_KR: Tensor, left_OR: Tensor) -> Tensor:
+    """Returns the directions that have nearly as many zeros as the first."""
+    zeros_K = _zero_totals(sorted_KR, left_OR)
+    return sorted_KR[zeros_K > _SPARSE * zeros_K[:1]]
 
 
 def _independent(sorted_KR: Tensor) -> Tensor:
