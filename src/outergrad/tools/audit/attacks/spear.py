@@ -25,8 +25,10 @@ _SMOOTH = (1.0, 1e-3)
 """Part of an image's mean size below which its entries are alike, at first and at last."""
 _STARTS = 128
 """Directions that are sharpened together."""
-_MOST_DRAWN, _DRAWN, _DRAWS = 16, 4096, 8
-"""Rows up to which zeros are drawn, too; draws that are solved together; how often, in a round."""
+_MOST_DRAWN = 16
+"""Rows up to which zeros are drawn, too."""
+_DRAWN, _DRAWS, _REFINED = 4096, 8, 16
+"""Draws that are solved together; how often, in a round; and how many of each are looked at."""
 _IDLE_ROUNDS = 2
 """Rounds without a new direction after which the search ends."""
 
@@ -119,7 +121,7 @@ def _sparse_columns(
         if number % 2 == 0:  # else anew, as what was found may be wrong
             starts_TR = _outside(starts_TR, before)
         tried_TR = _sharpened(starts_TR, left_OR)
-        if rank <= _MOST_DRAWN:
+        if number % 2 == 1 and rank <= _MOST_DRAWN:
             tried_TR = torch.cat([tried_TR, _drawn(left_OR, generator)])
         sharp_TR = _refined(tried_TR, left_OR)
         found_KR = _distinct(torch.cat([found_KR, sharp_TR]), left_OR, _SAME)
@@ -156,7 +158,7 @@ def _drawn(left_OR: Tensor, generator: torch.Generator | None) -> Tensor:
         directions_TR = torch.cat([solved_TQ1.squeeze(2), ones_T1], dim=1)
         directions_TR = directions_TR / directions_TR.norm(dim=1, keepdim=True)
         sparse_T = _zeros(directions_TR, left_OR, _ZEROS[1]).sum(dim=1) > _enough(left_OR)
-        found.append(directions_TR[sparse_T])
+        found.append(directions_TR[sparse_T][:_REFINED])
     return torch.cat(found)
 
 
