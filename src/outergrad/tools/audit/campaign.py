@@ -10,14 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from outergrad.tools.audit.attacks.bags import tokens_by_position
+from outergrad.tools.audit.attacks.deeper import inner_members
 from outergrad.tools.audit.attacks.hidden import rows_behind
 from outergrad.tools.audit.attacks.labels import label_counts
 from outergrad.tools.audit.attacks.matching import matched
 from outergrad.tools.audit.attacks.membership import membership_scores
+from outergrad.tools.audit.attacks.patches import Cut, image_in_span, patches_by_positions
 from outergrad.tools.audit.attacks.rows import alone_rows
-from outergrad.tools.audit.attacks.span import span_of
+from outergrad.tools.audit.attacks.signs import labels_by_signs
+from outergrad.tools.audit.attacks.span import Span, span_of
 from outergrad.tools.audit.attacks.spear import spear
-from outergrad.tools.audit.attacks.text import read_texts
+from outergrad.tools.audit.attacks.text import read_texts, two_tables
 from outergrad.tools.audit.attacks.tokens import looked_up
 from outergrad.tools.audit.figures import (
     CLOSE,
@@ -129,10 +133,15 @@ class Campaign:
             self._rows,
             self._rows_by_spear,
             self._rows_behind_activations,
+            self._rows_by_positions,
+            self._rows_by_patches,
             self._tokens,
+            self._tokens_at_positions,
             self._texts,
             self._labels,
+            self._labels_by_signs,
             self._members_by_span,
+            self._members_by_inner_spans,
             self._members_by_products,
         ]
         if matching and len(truth.x) <= MOST_MATCHED:
@@ -165,7 +174,8 @@ class Campaign:
         if layer is None or not self._places.is_rectified:
             return
         if (seen := self._of_layer(view, layer)) is not None:
-            rows = spear(*seen, *self._own(layer), generator=_generator())
+            about = {"rounding": view.rounding, "generator": _generator()}
+            rows = spear(*seen, *self._own(layer), **about)
             yield _of_rows("rows by SPEAR", layer, rows, truth)
 
     def _rows_behind_activations(self, view: View, truth: Truth) -> Iterator[Finding]:
@@ -182,6 +192,40 @@ class Campaign:
         found = max((rows_behind(t, weight_OI, bias_O, basis_RI) for t in hidden), key=len)
         yield _of_rows("rows behind activations", layer, found, truth)
 
+    # -- images behind a convolution --------------------------------------------------------------
+
+    def _cut(self, view: View, truth: Truth) -> tuple[str, Cut, Tensor] | None:
+        """Returns the first convolution, how it cuts images, and its gradient as a matrix."""
+        layer = self._places.patches
+        gradient = view.gradients.get(f"{layer}.weight")
+        if layer is None or gradient is None:
+            return None
+        module = self._model.get_submodule(layer)
+        assert isinstance(module, nn.Conv2d)
+        cut = Cut.of(module, truth.x.shape[1:])
+        return None if cut is None else (layer, cut, gradient.flatten(1))
+
+    def _rows_by_positions(self, view: View, truth: Truth) -> Iterator[Finding]:
+        place, seen = self._places.positions, self._cut(view, truth)
+        if place is None or seen is None or (table := view.gradients.get(place[0])) is None:
+            return
+        layer, cut, gradient_OK = seen
+        count = cut.patches(truth.x[:1]).shape[1]
+        positions_PO = table.flatten(0, -2)[place[1] : place[1] + count]
+        found = patches_by_positions(gradient_OK, positions_PO)
+        images = [cut.image(found).flatten()] if len(found) else []
+        rows = torch.stack(images) if images else truth.x[:0].flatten(1).double()
+        yield _of_rows("rows by positions", layer, rows, truth)
+
+    def _rows_by_patches(self, view: View, truth: Truth) -> Iterator[Finding]:
+        if (seen := self._cut(view, truth)) is None:
+            return
+        layer, cut, gradient_OK = seen
+        span = span_of(gradient_OK, rounding=view.rounding)
+        bias = view.gradients.get(f"{layer}.bias")
+        found = image_in_span(span, cut, gradient_OK, bias)
+        yield _of_rows("rows by patches", layer, found.flatten(1), truth)
+
     # -- texts ------------------------------------------------------------------------------------
 
     def _tokens(self, view: View, truth: Truth) -> Iterator[Finding]:
@@ -195,7 +239,28 @@ class Campaign:
             found=len(ids & true),
             of=len(true),
             false=len(ids - true),
+            canaries=len(set(truth.outside[0].unique().tolist()) - true),
             figure=f"{len(ids & true)} of {len(true)} tokens",
+        )
+
+    def _tokens_at_positions(self, view: View, truth: Truth) -> Iterator[Finding]:
+        if truth.vocabulary is None or self._places.tokens is None:
+            return
+        positions = truth.x.shape[1]
+        tables = two_tables(self._model, view.gradients, truth.vocabulary, positions)
+        if tables is None:
+            return
+        claimed = tokens_by_position(*tables)
+        found = {(place, int(i)) for place, ids in enumerate(claimed) for i in ids}
+        true, outside = (_at_positions(x) for x in (truth.x, truth.outside[0]))
+        yield Finding(
+            attack="tokens at positions",
+            layer=self._places.tokens,
+            found=len(found & true),
+            of=len(true),
+            false=len(found - true),
+            canaries=len(outside - true),
+            figure=f"{len(found & true)} of {len(true)} tokens at their positions",
         )
 
     def _texts(self, view: View, truth: Truth) -> Iterator[Finding]:
@@ -211,6 +276,7 @@ class Campaign:
             found=len(back & true),
             of=len(true),
             false=len(back - true),
+            canaries=len(truth.outside[0]),
             figure=f"{len(back & true)} of {len(true)} texts",
             ids=[torch.tensor(text) for text in sorted(back & true)[:_PICTURES]],
         )
@@ -238,24 +304,49 @@ class Campaign:
             figure=f"{right} of {rows} labels",
         )
 
+    def _labels_by_signs(self, view: View, truth: Truth) -> Iterator[Finding]:
+        """Labels of the rows in the order of the message, which is that of the batch."""
+        layer, rows = self._places.labels, len(truth.y)
+        if layer is None or view.sites > 1 or truth.y.ndim > 1:
+            return
+        classes = len(self._model.get_submodule(layer).get_parameter("weight"))
+        deltas = [t for t in view.others if t.shape == (rows, classes)]
+        if not deltas:
+            return
+        found = max((labels_by_signs(t) for t in deltas), key=len)
+        right = int((found == truth.y).sum()) if len(found) else 0
+        yield Finding(
+            attack="labels by signs",
+            layer=layer,
+            found=right,
+            of=rows,
+            guessed=rows / classes,
+            false=len(found) - right,
+            figure=f"{right} of {rows} labels, row by row",
+        )
+
     # -- members ----------------------------------------------------------------------------------
 
     def _members_by_span(self, view: View, truth: Truth) -> Iterator[Finding]:
         layer = self._places.data
-        if layer is None or (gradient := view.gradients.get(f"{layer}.weight")) is None:
+        if layer is not None and (gradient := view.gradients.get(f"{layer}.weight")) is not None:
+            span = span_of(gradient, rounding=view.rounding)
+            named = [span.contains(x.flatten(1)) for x in (truth.x, truth.outside[0])]
+            yield _of_members("members by the span", layer, *named)
+        elif (seen := self._cut(view, truth)) is not None:
+            layer, cut, gradient_OK = seen
+            span = span_of(gradient_OK, rounding=view.rounding)
+            named = [_all_in(span, cut.patches(x)) for x in (truth.x, truth.outside[0])]
+            yield _of_members("members by the span", layer, *named)
+
+    def _members_by_inner_spans(self, view: View, truth: Truth) -> Iterator[Finding]:
+        if self._places.patches is None:
             return
-        span = span_of(gradient, rounding=view.rounding)
-        members = span.contains(truth.x.flatten(1))
-        canaries = span.contains(truth.outside[0].flatten(1))
-        yield Finding(
-            attack="members by the span",
-            layer=layer,
-            found=int(members.sum()),
-            of=len(members),
-            false=int(canaries.sum()),
-            canaries=len(canaries),
-            figure=f"{int(members.sum())} of {len(members)} members",
-        )
+        tried = torch.cat([truth.x, truth.outside[0]])
+        found = inner_members(self._judge, view.gradients, tried, view.rounding)
+        layer, named = found or ("none", torch.zeros(len(tried), dtype=torch.bool))
+        members, canaries = named.split([len(truth.x), len(truth.outside[0])])
+        yield _of_members("members by inner spans", layer, members, canaries)
 
     def _members_by_products(self, view: View, truth: Truth) -> Iterator[Finding]:
         tried = slice(_MOST_MEMBERS)  # each takes a backward
@@ -268,6 +359,7 @@ class Campaign:
             found=found,
             of=0,
             deviation=auc_deviation(len(members), len(others)),
+            false=int((others > members.median()).sum()),
             canaries=len(others),
             figure=f"AUC {found:.2f}",
         )
@@ -332,9 +424,32 @@ def _of_rows(attack: str, layer: str, found: Tensor, truth: Truth) -> Finding:
         exact=exact,
         of=len(true),
         false=false,
+        canaries=len(truth.outside[0]),
         figure=f"{back} of {len(true)} rows" + f", {exact} exactly" * (exact < back),
         pictures=pictures,
     )
+
+
+def _of_members(attack: str, layer: str, members: Tensor, canaries: Tensor) -> Finding:
+    return Finding(
+        attack=attack,
+        layer=layer,
+        found=int(members.sum()),
+        of=len(members),
+        false=int(canaries.sum()),
+        canaries=len(canaries),
+        figure=f"{int(members.sum())} of {len(members)} members",
+    )
+
+
+def _all_in(span: Span, patches_NPK: Tensor) -> Tensor:
+    """Returns the images all of whose patches are in a span, bool, (images,)."""
+    return span.contains(patches_NPK.flatten(0, 1)).view(patches_NPK.shape[:2]).all(dim=1)
+
+
+def _at_positions(ids_NP: Tensor) -> set[tuple[int, int]]:
+    """Returns all pairs of a position and a token there."""
+    return {(place, i) for place, ids in enumerate(ids_NP.T.tolist()) for i in ids}
 
 
 def _generator() -> torch.Generator:

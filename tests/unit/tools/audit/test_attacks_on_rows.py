@@ -75,6 +75,52 @@ def test_spear_finds_all_rows_of_a_small_batch(rows):
     assert rows_back(back, x) == (rows, 0)
 
 
+def first_layer(model: nn.Module, found: dict[str, Tensor]) -> list[Tensor]:
+    own = [model.get_parameter(f"0.{name}").detach() for name in ("weight", "bias")]
+    return [found["0.weight"], found["0.bias"], *own]
+
+
+def wide_network() -> nn.Sequential:
+    torch.manual_seed(0)
+    inner = nn.Linear(1000, HIDDEN)
+    last = nn.Linear(HIDDEN, CLASSES)
+    return nn.Sequential(nn.Linear(INPUTS, 1000), nn.ReLU(), inner, nn.ReLU(), last)
+
+
+def test_spear_claims_no_mixture_of_more_rows_of_a_label_than_it_can_tell_apart():
+    torch.manual_seed(0)
+    shallow = nn.Sequential(nn.Linear(INPUTS, 1000), nn.ReLU(), nn.Linear(1000, CLASSES))
+    x, y = batch(24)
+    told = first_layer(shallow, gradients(shallow, x, y))
+    assert rows_back(spear(*told, generator=torch.Generator().manual_seed(0)), x)[1] == 0
+
+
+def test_spear_finds_all_of_32_rows_that_a_thousand_units_saw():
+    model, (x, y) = wide_network(), batch(32)
+    told = first_layer(model, gradients(model, x, y))
+    assert rows_back(spear(*told, generator=torch.Generator().manual_seed(0)), x) == (32, 0)
+
+
+def test_spear_finds_rows_of_deltas_in_few_bits_but_not_exactly():
+    model, (x, y) = wide_network(), batch(8)
+    found = gradients(model, x, y)
+    deltas_NO = torch.linalg.lstsq(x.T.double(), found["0.weight"].T.double()).solution
+    unit_N1 = deltas_NO.abs().amax(dim=1, keepdim=True) / 127
+    coarse_NO = (deltas_NO / unit_N1).round() * unit_N1
+    found |= {"0.weight": coarse_NO.T @ x.double(), "0.bias": coarse_NO.sum(dim=0)}
+    told = first_layer(model, found)
+    back = spear(*told, generator=torch.Generator().manual_seed(0))
+    assert rows_back(back, x, within=5e-2) == (8, 0)
+
+
+def test_spear_claims_nothing_of_shuffled_weights():
+    model, (x, y) = wide_network(), batch(8)
+    weight, bias, own, own_bias = first_layer(model, gradients(model, x, y))
+    order = torch.randperm(len(own), generator=torch.Generator().manual_seed(0))
+    back = spear(weight, bias, own[order], own_bias, generator=torch.Generator().manual_seed(0))
+    assert len(back) == 0
+
+
 def test_noise_has_no_rows():
     drawn = torch.Generator().manual_seed(0)
     weight, bias = (
@@ -86,7 +132,7 @@ def test_noise_has_no_rows():
     assert len(alone_rows(weight, bias)) == 0
     assert len(spear(weight, bias, *own, generator=drawn)) == 0
     low = torch.randn(HIDDEN, 6, generator=drawn) @ torch.randn(6, INPUTS, generator=drawn)
-    assert len(spear(low, bias, *own, tries=1 << 14, generator=drawn)) == 0
+    assert len(spear(low, bias, *own, rounds=2, generator=drawn)) == 0
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ def made(name: str, format: Format, texts: int, positions: int) -> tuple[nn.Modu
     model = build_model(name, format, (96,))
     drawn = torch.Generator().manual_seed(1)
     ids = torch.randint(1, format.vocabulary or WORDS, (texts, positions), generator=drawn)
-    labels = (texts, positions) if format is GPT else (texts,)
+    labels = (texts,) if format.vocabulary else (texts, positions)
     return model, ids, torch.randint(format.classes, labels, generator=drawn)
 
 
@@ -56,6 +58,13 @@ def test_texts_of_an_encoder_come_back_exactly(texts):
     assert layers is not None
     assert not layers.causal
     assert read(model, gradients(model, ids, labels), ids, 400) == set(map(tuple, ids.tolist()))
+
+
+@pytest.mark.parametrize(("name", "format"), [("gpt", GPT), ("encoder", ENCODER)])
+def test_a_text_alone_comes_back_up_to_half_the_width(name, format):
+    words, positions = format.vocabulary or WORDS, 48
+    model, ids, labels = made(name, replace(format, shape=(positions,)), 1, positions)
+    assert read(model, gradients(model, ids, labels), ids, words) == set(map(tuple, ids.tolist()))
 
 
 def test_more_tokens_than_the_layer_is_wide_give_no_text():

@@ -91,6 +91,17 @@ def test_no_canary_is_taken_for_a_member(name, rows):
     assert found.false == 0
 
 
+def test_labels_come_back_row_by_row_from_the_last_deltas_of_edad():
+    found = findings("edad:always=True", 8)["labels by signs"]
+    assert (found.found, found.of, found.false) == (8, 8, 0)
+
+
+@pytest.mark.parametrize("name", ["dense", "dad-activations", "edad:always=True"])
+def test_canaries_are_planted_beside_every_attack_but_those_on_labels(name):
+    for attack, found in findings(name, 8).items():
+        assert found.canaries == (0 if attack.startswith("labels") else CANARIES), attack
+
+
 def nothing_is_found(found: dict[str, Finding]) -> None:
     for attack, finding in found.items():
         if attack == "members by products":

@@ -146,7 +146,8 @@ def read_texts(
 
     if layers.causal:
         return _by_prefixes(possible, distances, texts)
-    hints = _hints(model, gradients, vocabulary, positions)
+    tables = two_tables(model, gradients, vocabulary, positions)
+    hints = None if tables is None else Hints.of(*tables)
     return _by_changes(possible, distances, texts, hints, generator)
 
 
@@ -162,17 +163,24 @@ def tokens_at(
     return [ids_V.nonzero().flatten() for ids_V in found.T]
 
 
-def _hints(
+def two_tables(
     model: nn.Module, gradients: Mapping[str, Tensor], vocabulary: int, positions: int
-) -> Hints | None:
-    """Returns hints of the first two embeddings, if they are of tokens and of positions."""
+) -> tuple[Tensor, Tensor] | None:
+    """Returns the gradients of the tables of tokens and of positions, if these are the first two.
+
+    Args:
+        model: With the names of the parameters.
+        gradients: By parameter, as an observer has them.
+        vocabulary: Number of tokens.
+        positions: Of each text: the first rows of the second table.
+    """
     tables = [n for n, module in model.named_modules() if isinstance(module, nn.Embedding)]
     found = [gradients.get(f"{name}.weight") for name in tables[:2]]
     if len(found) < 2 or found[0] is None or found[1] is None:
         return None
     tokens_VW, positions_PW = found[0], found[1][:positions]
     fits = len(tokens_VW) == vocabulary and len(positions_PW) == positions
-    return Hints.of(tokens_VW, positions_PW) if fits else None
+    return (tokens_VW, positions_PW) if fits else None
 
 
 _Distances = Callable[[Tensor], Tensor]
