@@ -20,6 +20,7 @@ class Word(Enum):
     TOKENS = "tokens"
     MEMBERS = "who was there"
     NOISE = "who was there, less with less ε"
+    UNFOUND = "nothing so far"
     UNTRIED = "not attacked"
     NOTHING = "nothing is sent"
 
@@ -55,9 +56,8 @@ WORDS: Mapping[tuple[Kind, Way], Word] = {
     (Kind.EMBEDDING, Way.ENTRIES): Word.TOKENS,
     (Kind.EMBEDDING, Way.NOISE): Word.NOISE,
     (Kind.CONVOLUTION, Way.GRADIENT): Word.MEMBERS,
-    (Kind.CONVOLUTION, Way.PARTS): Word.MEMBERS,
-    (Kind.CONVOLUTION, Way.ENTRIES): Word.MEMBERS,
-    (Kind.CONVOLUTION, Way.NOISE): Word.NOISE,
+    (Kind.CONVOLUTION, Way.PARTS): Word.UNFOUND,
+    (Kind.CONVOLUTION, Way.ENTRIES): Word.UNFOUND,
 }
 """Words by kind of layer and way of travel, as measured by ``outergrad reproduce audit --full``; of
 what is not here no attack has been tried."""
