@@ -29,6 +29,7 @@ from outergrad.tools.audit.figures import (
     ssim,
 )
 from outergrad.tools.audit.places import Places
+from outergrad.tools.audit.texts import paired
 from outergrad.tools.audit.view import View
 
 SEED = 0
@@ -210,6 +211,7 @@ class Campaign:
             of=len(true),
             false=len(back - true),
             figure=f"{len(back & true)} of {len(true)} texts",
+            pictures=paired(truth.x, found, _PICTURES),
         )
 
     # -- labels -----------------------------------------------------------------------------------
