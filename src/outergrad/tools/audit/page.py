@@ -19,6 +19,7 @@ from outergrad.tools.audit.verdict import verdict
 
 _STYLE = """
 .audit { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+.audit { font-size: 0.86rem; line-height: 1.4; }
 .audit th, .audit td { padding: 0.3rem 0.6rem; border-bottom: 1px solid var(--line); }
 .audit td { text-align: right; }
 .audit tbody th { text-align: left; font-weight: normal; }
@@ -29,7 +30,7 @@ _STYLE = """
 .pairs figcaption { color: var(--quiet); font-size: 0.8rem; }
 .wide { overflow-x: auto; }
 .audit .words { text-align: left; min-width: 6rem; }
-.audit .words + .words { min-width: 11rem; }
+.audit .words + .words { min-width: 8.5rem; }
 .main thead th:first-child { text-align: left; }
 .audit td[data-share] { white-space: nowrap; }
 .layers td { text-align: left; white-space: nowrap; }
