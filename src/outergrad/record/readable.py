@@ -1,4 +1,4 @@
-"""What `outergrad audit` read out of a layer's messages, in a word, for the coverage table."""
+"""Words of the coverage table for the most that `outergrad audit` read out of a layer's messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Kind(Enum):
 
 
 class Way(Enum):
-    """What a layer's messages say, whatever the bytes are."""
+    """Content of a layer's messages, whatever their bytes are."""
 
     ROWS = "rows as they are"
     GRADIENT = "the gradient, dense or in factors"

@@ -1,4 +1,4 @@
-"""What attacks are after: the data itself, its tokens, its labels, or who was there."""
+"""Aims of attacks: the data itself, its tokens, its labels, or who was there."""
 
 from __future__ import annotations
 
