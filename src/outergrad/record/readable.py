@@ -1,4 +1,4 @@
-"""Words of the coverage table for the most that `outergrad audit` read out of a layer's messages."""
+"""Words of the coverage table for the most that an audit read out of a layer's messages."""
 
 from __future__ import annotations
 
