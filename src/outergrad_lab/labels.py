@@ -106,10 +106,11 @@ class Method:
 
     @classmethod
     def parse(cls, name: str) -> Method:
-        """Parses ``rank-dad:rank=8``, ``powersgd-4`` or ``dad``."""
+        """Parses ``rank-dad:rank=8``, ``powersgd-4``, ``dad``, or ``dense@8`` with ε = 8."""
         numbered = re.fullmatch(r"([^:]+)-(\d+)", name)
         if numbered:
             return cls(family=numbered[1], rank=int(numbered[2]))
+        name, _, epsilon = name.partition("@")
         family, *pairs = name.split(":")
         settings = {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
         rank = settings.get("rank", "")
@@ -121,6 +122,7 @@ class Method:
         if family == "sparse" and (select := settings.pop("select", "threshold")) != "threshold":
             family = f"sparse-{select}"
         others = tuple(f"{key} = {value}" if value else key for key, value in settings.items())
+        others += (f"ε = {epsilon}",) if epsilon else ()
         return cls(family=family, rank=int(rank) if rank.isdigit() else None, settings=others)
 
     @property

@@ -42,7 +42,7 @@ _DENSE = {
 }
 _Entry = tuple[str, str, str]
 """The columns "travels", "why" and "other sites learn" of a unit."""
-_HEADINGS = ("parameter", "shape", "travels", "why", "other sites learn")
+_HEADINGS = ("parameter", "shape", "travels", "why", "other sites learn", "an audit read")
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class Travel:
             trained", or, before the first step, "factors or dense" or "replayed or dense".
         why: the reason, in words.
         reveals: what the other sites can learn from this site's messages.
+        read: the most that the attacks of `outergrad audit` had back of such a layer that travels
+            so, in a word of `outergrad.record.readable.Word`; empty where nobody asked.
     """
 
     parameter: str
@@ -63,6 +65,7 @@ class Travel:
     travels: str
     why: str
     reveals: str
+    read: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,14 @@ class Coverage(Sequence[Travel]):
 
 def _cells(line: Travel) -> tuple[str, ...]:
     shape = " x ".join(map(str, line.shape)) or "scalar"
-    return (printable(line.parameter), shape, line.travels, printable(line.why), line.reveals)
+    return (
+        printable(line.parameter),
+        shape,
+        line.travels,
+        printable(line.why),
+        line.reveals,
+        line.read,
+    )
 
 
 def coverage(

@@ -36,6 +36,7 @@ from outergrad.core.types import StateDict
 from outergrad.events import Evaluation
 from outergrad.record.coverage import Coverage, coverage, trials_noted
 from outergrad.record.evaluation import evaluation
+from outergrad.record.readable import Layer, layers_of, read_noted
 from outergrad.record.stats import Stats
 from outergrad.replay.block_tap import TappedBlock
 from outergrad.session.after_step import Aftermath, HookRunner
@@ -57,7 +58,7 @@ from outergrad.session.reporting import Reporter, described
 from outergrad.session.running_step import RunningStep
 from outergrad.session.settings import Settings
 from outergrad.session.state import Progress, resumed, saved
-from outergrad.session.transform_checks import noted, refuse_join, units_shown
+from outergrad.session.transform_checks import changes, noted, refuse_join, units_shown
 from outergrad.session.uneven_loops import UnevenLoops
 from outergrad.session.updates import SharedGradients
 from outergrad.session.usual_method import usual_noted
@@ -96,6 +97,7 @@ class Session:
         self._updates = updates = SharedGradients() if updates is None else updates
         self._ranks = ranks = OneRank(comm) if ranks is None else ranks
         self._not_auto = settings.not_auto
+        self._layers: Mapping[str, Layer] = {}
         self._at = at = Membership(comm, fingerprint)
         model, compressors = inspection.model, inspection.compressors
         about = (settings.method, model, compressors, inspection.every)
@@ -159,6 +161,7 @@ class Session:
 
     def watch(self, model: nn.Module, watch: ModelWatch) -> None:
         """Begins to look for changes of the model."""
+        self._layers = layers_of(model)
         self._ranks.watch(self._loop, model, watch)
         look_at_steps(self._loop)
         if self._ranks.watches_backwards:
@@ -388,7 +391,8 @@ class Session:
         if self._choosing is not None:
             lines = trials_noted(lines, model.units, self._choosing.chooser)
         lines = usual_noted(noted(lines, exchange.transform), self._not_auto)
-        return self._updates.explained(self._ranks.explained(lines))
+        lines = self._updates.explained(self._ranks.explained(lines))
+        return read_noted(lines, self._layers, **changes(exchange.transform))
 
     def choice(self) -> dict[str, Method]:
         """Returns the method that `og.Auto()` has chosen so far per parameter, by its full name.

@@ -243,6 +243,14 @@ def units_shown(model: Model, compressors: Compressors) -> tuple[Sequence[Unit],
     return [unit for unit in model.units if unit not in dense], {**model.reasons, **why}
 
 
+def changes(transform: GradientTransform | None) -> dict[str, bool]:
+    """Returns whether gradients are changed before they travel, and whether by noise."""
+    from outergrad.private.private import Private  # which most sessions do not need
+
+    noisy = isinstance(transform, Private) and transform.noise > 0
+    return {"changed": transform is not None, "noisy": noisy}
+
+
 def noted(lines: Coverage, transform: GradientTransform | None) -> Coverage:
     """Notes in the coverage of each parameter that travels that a transform changes it first."""
     if transform is None:

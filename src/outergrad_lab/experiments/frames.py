@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from outergrad_lab.experiments.audited import observed_rows
 from outergrad_lab.labels import Method
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ HEADINGS = {
     "sites": "Numbers of sites",
     "iterations": "Power iterations",
     "selection": "Finding entries",
+    "audit": "Audits",
 }
 """Headings of the kinds of results."""
 
@@ -33,6 +35,8 @@ MEASURED = (
     *("loss_gap", "gap_share", "bytes_share", "steps_to", "fewer_near"),
     *("validation_loss", "hours", "line_bytes", "fewer_line", "quicker", "cut_s"),
     *("noise", "site_epsilon"),
+    *("data_back", "rows_back", "texts_back", "tokens_back", "labels_back", "members_named"),
+    *("member_auc", "member_z", "false_rows", "canary_alarms"),
 )
 """Columns of `finals` that are no settings."""
 
@@ -179,6 +183,9 @@ def _final_rows(result: Result) -> Iterator[Settings]:
         case "iterations" | "selection":
             for row in result["rows"]:
                 yield _named(result) | _only(row, *_OF_ITERATIONS, *MEASURED)
+        case "audit":
+            for row in observed_rows(result):
+                yield _named(result) | row
 
 
 def _only(values: Mapping[str, Any], *names: str) -> Settings:

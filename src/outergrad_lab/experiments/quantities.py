@@ -105,6 +105,16 @@ QUANTITIES = {
     "effective_rank": Quantity("effective rank", decimals=1),
     "noise": Quantity("noise multiplier", decimals=2),
     "site_epsilon": Quantity("ε against a site", decimals=2),
+    "data_back": Quantity("data that came back", "%", 0),
+    "rows_back": Quantity("rows that came back", "%", 0),
+    "texts_back": Quantity("texts that came back", "%", 0),
+    "tokens_back": Quantity("tokens that came back", "%", 0),
+    "labels_back": Quantity("labels beyond a guess", "%", 0),
+    "members_named": Quantity("members named", "%", 0),
+    "member_auc": Quantity("AUC of members", decimals=2),
+    "member_z": Quantity("AUC of members above chance, in deviations", decimals=1),
+    "false_rows": Quantity("claimed wrongly", decimals=0),
+    "canary_alarms": Quantity("canaries named", decimals=0),
 }
 """Quantities by the names that experiments use."""
 

@@ -33,6 +33,7 @@ from outergrad.tools.audit.figures import (
     ssim,
 )
 from outergrad.tools.audit.places import Places
+from outergrad.tools.audit.texts import paired
 from outergrad.tools.audit.view import View
 
 SEED = 0
@@ -279,6 +280,7 @@ class Campaign:
             canaries=len(truth.outside[0]),
             figure=f"{len(back & true)} of {len(true)} texts",
             ids=[torch.tensor(text) for text in sorted(back & true)[:_PICTURES]],
+            pictures=paired(truth.x, found, _PICTURES),
         )
 
     # -- labels -----------------------------------------------------------------------------------

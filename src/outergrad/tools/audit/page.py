@@ -6,16 +6,20 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
+from torch import Tensor
+
 from outergrad._whole_files import write_whole
 from outergrad.report.page import whole_page
 from outergrad.tools.audit.audit import Question, Seen
 from outergrad.tools.audit.campaign import Finding
 from outergrad.tools.audit.pictures import data_uri
 from outergrad.tools.audit.table import attacks_of, told
+from outergrad.tools.audit.texts import text_pair
 from outergrad.tools.audit.verdict import verdict
 
 _STYLE = """
 .audit { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+.audit { font-size: 0.86rem; line-height: 1.4; }
 .audit th, .audit td { padding: 0.3rem 0.6rem; border-bottom: 1px solid var(--line); }
 .audit td { text-align: right; }
 .audit tbody th { text-align: left; font-weight: normal; }
@@ -25,17 +29,28 @@ _STYLE = """
 .pairs img { display: block; width: 84px; image-rendering: pixelated; margin-bottom: 3px; }
 .pairs figcaption { color: var(--quiet); font-size: 0.8rem; }
 .wide { overflow-x: auto; }
-.audit .words { text-align: left; }
+.audit .words { text-align: left; min-width: 6rem; }
+.audit .words + .words { min-width: 8.5rem; }
+.main thead th:first-child { text-align: left; }
 .audit td[data-share] { white-space: nowrap; }
+.layers td { text-align: left; white-space: nowrap; }
+summary { cursor: pointer; }
+.texts { display: grid; gap: 0.8rem; }
+.texts figure { margin: 0; min-width: 0; }
+.texts figcaption { color: var(--quiet); font-size: 0.8rem; }
+.texts table { border-collapse: collapse; font: 0.8rem/1.4 ui-monospace, monospace; }
+.texts td { padding: 0.1rem 0.35rem; text-align: right; }
+.texts th { padding-right: 0.6rem; color: var(--quiet); font-weight: normal; text-align: left; }
+.texts mark { background: rgb(200 60 40 / 0.35); color: inherit; }
 @media (max-width: 700px) {
-  .audit thead { display: none; }
-  .audit, .audit tbody, .audit tr { display: block; }
-  .audit tr { padding-bottom: 1.2rem; }
-  .audit tbody th { display: block; font-weight: 600; }
-  .audit td, .audit .words { display: flex; justify-content: space-between; gap: 1rem; }
-  .audit td, .audit .words { text-align: right; }
-  .audit td::before { content: attr(data-name); color: var(--quiet); text-align: left; }
-  .audit td[data-share]::before { color: inherit; }
+  .main thead { display: none; }
+  .main, .main tbody, .main tr { display: block; }
+  .main tr { padding-bottom: 1.2rem; }
+  .main tbody th { display: block; font-weight: 600; }
+  .main td, .main .words { display: flex; justify-content: space-between; gap: 1rem; }
+  .main td, .main .words { text-align: right; }
+  .main td::before { content: attr(data-name); color: var(--quiet); text-align: left; }
+  .main td[data-share]::before { color: inherit; }
 }
 """
 _LEAD = (
@@ -58,7 +73,7 @@ def write_audit(question: Question, seen: Sequence[Seen], path: Path) -> int:
         title=f"What came back of {question.model}",
         lead=_LEAD,
         head=f'<ul class="verdict">{sentences}</ul>',
-        body=_table(seen) + "".join(_galleries(seen)),
+        body=_table(seen) + "".join(_galleries(seen)) + _by_layer(seen),
         style=_STYLE,
     ).encode()
     write_whole(path, content)
@@ -72,7 +87,7 @@ def _table(seen: Sequence[Seen]) -> str:
     body = "".join(_row(one, attacks) for one in seen)
     return (
         f'<section><h2>By method, batch size and observer</h2><div class="wide">'
-        f'<table class="audit"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+        f'<table class="audit main"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
         f"</div></section>\n"
     )
 
@@ -113,13 +128,49 @@ def _galleries(seen: Sequence[Seen]) -> Iterator[str]:
 
 
 def _pairs(finding: Finding) -> str:
-    figures = []
-    for truth, back in finding.pictures:
-        low, high = float(truth.min()), float(truth.max())
-        above, below = (data_uri(one, low, high) for one in (truth, back))
-        figures.append(
-            f'<figure><img src="{above}" alt="a true row"><img src="{below}" alt="what came back">'
-            f"</figure>"
-        )
+    is_text = not finding.pictures[0][0].is_floating_point()
+    figures = text_pair if is_text else _images
+    shown = "".join(figures(*pair) for pair in finding.pictures)
     caption = f"Above the truth, below what came back: {finding.attack}."
-    return f'<p class="what">{escape(caption)}</p><div class="pairs">{"".join(figures)}</div>'
+    if is_text:
+        caption += " Tokens by their numbers; wrong ones are marked, dots stand for nothing."
+    box = "texts" if is_text else "pairs"
+    return f'<p class="what">{escape(caption)}</p><div class="{box}">{shown}</div>'
+
+
+def _images(truth: Tensor, back: Tensor) -> str:
+    low, high = float(truth.min()), float(truth.max())
+    above, below = (data_uri(one, low, high) for one in (truth, back))
+    return (
+        f'<figure><img src="{above}" alt="a true row"><img src="{below}" alt="what came back">'
+        f"</figure>"
+    )
+
+
+def _by_layer(seen: Sequence[Seen]) -> str:
+    """Returns all figures of all attacks, with the layer that each looked at."""
+    heads = (
+        "method",
+        "rows",
+        "seen",
+        "attack",
+        "layer",
+        "figure",
+        "beyond a guess",
+        "claimed wrongly",
+    )
+    head = "".join(f"<th scope=col>{one}</th>" for one in heads)
+    body = "".join(_figures(one, finding) for one in seen for finding in one.findings)
+    return (
+        f"<section><details><summary>Every attack, with the layer that it looked at</summary>"
+        f'<div class="wide"><table class="audit layers"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div></details></section>\n"
+    )
+
+
+def _figures(one: Seen, finding: Finding) -> str:
+    words = (one.method, str(one.rows), one.observer, finding.attack, finding.layer, finding.figure)
+    share = f"{finding.share:.0%}"
+    alarms = f"{finding.false}" + (f", {finding.canaries} canaries" if finding.canaries else "")
+    cells = "".join(f"<td>{escape(text)}</td>" for text in (*words, share, alarms))
+    return f"<tr>{cells}</tr>"

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outergrad.tools.audit.audit import MASKED, PART, SUM, Seen
+from outergrad.tools.audit.things import is_data
 
 MUCH, SOME = 0.5, 0.1
 """Share beyond a guess from which on an attack has found most, or something."""
-
-_DATA = ("rows", "texts", "inputs")
-"""Beginnings of the names of attacks that give back the data itself."""
 
 
 def verdict(seen: Sequence[Seen]) -> list[str]:
@@ -38,15 +36,11 @@ def _rows_up_to(seen: Sequence[Seen], least: float, *, data: bool = False) -> li
     """Returns batch size and figure of the best attacks that found at least such a share."""
     found = []
     for one in sorted(seen, key=lambda s: s.rows):
-        fitting = [f for f in one.findings if f.share >= least and (_is_data(f.attack) or not data)]
+        fitting = [f for f in one.findings if f.share >= least and (is_data(f.attack) or not data)]
         if fitting:
             best = max(fitting, key=lambda f: f.share)
             found.append((one.rows, f"{best.figure} ({best.attack})"))
     return found
-
-
-def _is_data(attack: str) -> bool:
-    return attack.startswith(_DATA)
 
 
 def _beyond(seen: Sequence[Seen]) -> str:
@@ -63,7 +57,7 @@ def _advice(seen: Sequence[Seen]) -> list[str]:
     leaky = [one for one in whole if any(f.share >= MUCH for f in one.findings)]
     tight = [one for one in whole if one not in leaky]
     advice = []
-    if any(_is_data(f.attack) and f.share >= MUCH for one in leaky for f in one.findings):
+    if any(is_data(f.attack) and f.share >= MUCH for one in leaky for f in one.findings):
         advice.append(
             "What to change: larger batches or every=k first; sums over more sites, that nobody "
             "adds up in the clear (og.Star(blind=True)); og.Private for a promise."
