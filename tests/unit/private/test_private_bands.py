@@ -65,6 +65,12 @@ def is_independent(z: np.ndarray, deviation: float) -> bool:
     return all(found)
 
 
+def drawn(banded: Banded, like: torch.Tensor, sites: int = 1) -> torch.Tensor:
+    """Noise of the next step."""
+    banded.begin_step()
+    return banded.draw(Random(), "w", like, sites)
+
+
 # -- noise ----------------------------------------------------------------------------------------
 
 
@@ -110,8 +116,7 @@ def test_sums_of_many_steps_have_less_noise():
     """The sum of n steps is that of C⁻¹: the errors of all prefixes, by hand and as drawn."""
     steps, bands = 64, 16
     banded, own = Banded(bands), torch.zeros(4000, dtype=torch.float64)
-    drawn = [banded.draw(Random(), "w", own, 1) for _ in range(steps)]
-    sums = torch.stack(drawn).cumsum(0)
+    sums = torch.stack([drawn(banded, own) for _ in range(steps)]).cumsum(0)
     by_hand = np.tril(np.ones((steps, steps))) @ np.linalg.inv(strategy(bands, steps))
     deviation = np.linalg.norm(coefficients(bands)) * np.linalg.norm(by_hand, axis=1)
     for t in range(steps):
@@ -122,11 +127,11 @@ def test_sums_of_many_steps_have_less_noise():
 def test_a_new_sequence_takes_nothing_back():
     private = og.Private(**SETTINGS, bands=BANDS)
     like = torch.zeros(2000)
-    before = [private._banded.draw(Random(), "w", like, 1) for _ in range(BANDS)]
+    before = [drawn(private._banded, like) for _ in range(BANDS)]
     name = private.sequence
     private.load_state_dict(private.state_dict())
     assert private.sequence != name
-    after = private._banded.draw(Random(), "w", like, 1)
+    after = drawn(private._banded, like)
     length = np.linalg.norm(coefficients(BANDS))
     assert within(float(after.square().sum()), 2000, float(length))
     for one in before:
@@ -136,7 +141,7 @@ def test_a_new_sequence_takes_nothing_back():
 
 def test_copies_have_noise_and_a_sequence_of_their_own():
     private = og.Private(**SETTINGS, bands=BANDS)
-    private._banded.draw(Random(), "w", torch.zeros(9), 1)
+    drawn(private._banded, torch.zeros(9))
     for other in (copy.deepcopy(private), pickle.loads(pickle.dumps(private))):
         assert other == private
         assert other.sequence != private.sequence
@@ -153,11 +158,11 @@ def test_bands_that_would_not_hold_are_refused(about):
 
 def test_other_sites_than_before_are_refused():
     private, like = og.Private(**SETTINGS, bands=2), torch.zeros(4)
-    private._banded.draw(Random(), "w", like, 3)
+    drawn(private._banded, like, sites=3)
     with pytest.raises(RuntimeError, match=r"among 3 sites, and now there are 2: .*restart\(\)"):
-        private._banded.draw(Random(), "w", like, 2)
+        drawn(private._banded, like, sites=2)
     private.restart()
-    private._banded.draw(Random(), "w", like, 2)
+    drawn(private._banded, like, sites=2)
 
 
 # -- what it costs --------------------------------------------------------------------------------
