@@ -6,6 +6,7 @@ import math
 import secrets
 from collections import deque
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,30 @@ def coefficients(bands: int) -> list[float]:
     for j in range(1, bands):
         found.append(found[-1] * (2 * j - 1) / (2 * j))
     return found
+
+
+def noise_in_sums(bands: int, steps: int) -> float:
+    """Returns the noise in the sum of the first t steps, as root mean square over t.
+
+    Choose the number of bands by it, times the noise σ that each number of bands takes: an
+    optimizer that adds up applies these sums.
+
+    Args:
+        bands: b.
+        steps: number of steps, over which t goes.
+
+    Returns:
+        Its standard deviation, for σ = 1, in units of the clip: that of rows of the matrix of ones
+        times C⁻¹, which is a Toeplitz matrix, too.
+    """
+    c = np.array(coefficients(min(bands, steps)))
+    inverse = np.zeros(steps)
+    inverse[0] = 1.0
+    for t in range(1, steps):
+        back = min(t, len(c) - 1)
+        inverse[t] = -c[1 : back + 1] @ inverse[t - back : t][::-1]
+    variance_T = (inverse.cumsum() ** 2).cumsum()
+    return float(np.linalg.norm(c)) * math.sqrt(variance_T.mean())
 
 
 class Banded:

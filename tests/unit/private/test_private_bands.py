@@ -26,7 +26,7 @@ from outergrad.private import (
     noise_for,
     sampling_of,
 )
-from outergrad.private.correlated import Banded, coefficients
+from outergrad.private.correlated import Banded, coefficients, noise_in_sums
 from outergrad.private.noise import Random
 from released_noise import released_noise, within
 
@@ -122,6 +122,37 @@ def test_sums_of_many_steps_have_less_noise():
     for t in range(steps):
         assert within(float(sums[t].square().sum()), 4000, deviation[t])
     assert deviation[-1] < math.sqrt(steps) / 2  # half of what independent noise has
+    assert noise_in_sums(bands, steps) == pytest.approx(math.sqrt((deviation**2).mean()))
+    assert noise_in_sums(1, steps) == pytest.approx(math.sqrt((steps + 1) / 2))
+    assert noise_in_sums(bands, 3) == pytest.approx(noise_in_sums(3, 3))  # no more than steps
+
+
+@pytest.mark.parametrize("missed", [{1}, {2, 3}, {0, 4}])
+def test_a_step_in_which_nothing_was_sent_keeps_its_place(missed):
+    """What is sent in the others has the covariance that it would have had, had all been sent."""
+    steps, bands, count = 7, 3, 40_000
+    banded, like = Banded(bands), torch.zeros(count, dtype=torch.float64)
+    sent = [step for step in range(steps) if step not in missed]
+    found = []
+    for step in range(steps):
+        banded.begin_step()
+        if step in sent:
+            found.append(banded.draw(Random(), "w", like, 1))
+    w = torch.stack(found).numpy()
+    inverse = np.linalg.norm(coefficients(bands)) * np.linalg.inv(strategy(bands, steps))
+    expected = (inverse @ inverse.T)[np.ix_(sent, sent)]
+    spread = np.sqrt((np.outer(expected.diagonal(), expected.diagonal()) + expected**2) / count)
+    assert (np.abs(w @ w.T / count - expected) < 5 * spread).all()
+
+
+def test_noise_that_is_drawn_twice_in_a_step_is_refused():
+    """As by a transform around it that does not say when a step begins."""
+    private = og.Private(**SETTINGS, bands=2)
+    with pytest.raises(RuntimeError, match=r"has to pass begin_step\(\) on"):
+        private._banded.draw(Random(), "w", torch.zeros(4), 1)
+    drawn(private._banded, torch.zeros(4))
+    with pytest.raises(RuntimeError, match="asked for a second time in one step"):
+        private._banded.draw(Random(), "w", torch.zeros(4), 1)
 
 
 def test_a_new_sequence_takes_nothing_back():
