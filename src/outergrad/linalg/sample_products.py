@@ -19,11 +19,14 @@ import torch
 from torch import Tensor
 
 from outergrad.core.transform import Projection, SampleRows, Samples
-from outergrad.core.types import Factors, RowRange, Slot, bias_slot
+from outergrad.core.types import RowRange, Slot, bias_slot
+from outergrad.linalg.joined import row_each
 from outergrad.linalg.outer import widened
 
 _HALVED = 48
 """Rows of a sample from which on halves are quicker than the whole."""
+_DEARER = 2.5
+"""Time of a product of rows in float64, copies of these included, in those of a formed one."""
 _PIECE = 128
 """Numbers whose squares are added up in float32."""
 
@@ -65,7 +68,7 @@ class Addend(ABC):
     def inner(self, other: Addend) -> Tensor:
         """Returns the inner product with another addend, by sample, (B,)."""
         if other is self:
-            return _squares(self.formed())
+            return squares(self.formed())
         shared = self.shared(other)
         assert shared is not None
         pair = []
@@ -95,11 +98,11 @@ class Vector(Addend):
         """As for an addend; of itself without a copy."""
         if other is not self:
             return super().inner(other)
-        squares_B = _squares(self._sums_BE)
+        squares_B = squares(self._sums_BE)
         return squares_B if self._times_B is None else squares_B * self._times_B.double().square()
 
 
-def _squares(t_BE: Tensor) -> Tensor:
+def squares(t_BE: Tensor) -> Tensor:
     """Returns squared norms, (B,), in float64, of pieces that are added up in their own type.
 
     PyTorch's norms on a CPU add up one number after another: in float32 that of a vector of four
@@ -145,7 +148,7 @@ class Product(Addend):
         alike = other.d_BGLO.shape[1] == groups and other.width == inputs
         whole = groups == 1 or self.rows == other.rows
         rows = max(self.d_BGLO.shape[2], other.d_BGLO.shape[2])
-        few = 2 * rows * (outputs + inputs) < outputs * inputs  # in float64, of twice the time
+        few = _DEARER * rows * (outputs + inputs) < outputs * inputs
         return alike and whole and few
 
     def _deltas(self, shared: RowRange) -> Tensor:
@@ -280,16 +283,10 @@ def as_vectors(
     if weight_BGOI is not None:
         about = {"weight_rows": slot.weight_rows, "vector": True}
         whole = Slot(slot.layer, slot.weight, slot.numel, 1, **about)
-        found[whole] = _row_each(weight_BGOI)
+        found[whole] = row_each(weight_BGOI.flatten(1))
     if bias_BGO is not None:
-        found[bias_slot(slot)] = _row_each(bias_BGO)
+        found[bias_slot(slot)] = row_each(bias_BGO.flatten(1))
     return found
-
-
-def _row_each(g_B: Tensor) -> SampleRows:
-    d_BE = g_B.flatten(1)
-    samples_B = torch.arange(len(d_BE), device=d_BE.device)
-    return SampleRows(Factors(d_BE[None], d_BE.new_ones(1, len(d_BE), 1)), samples_B)
 
 
 def bias_sums(part: SampleRows, samples: int) -> Tensor:

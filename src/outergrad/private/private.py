@@ -20,7 +20,7 @@ from outergrad.private.clipping import clipped, normalized
 from outergrad.private.correlated import Banded
 from outergrad.private.counting import StepCounter
 from outergrad.private.ledger import Ledger, Release
-from outergrad.private.noise import Noise, add, source
+from outergrad.private.noise import Noise, add, add_to_all, source
 from outergrad.private.quantile import Threshold
 from outergrad.private.samplers import expected_size, sampling_of
 from outergrad.private.sampling import Fixed, Sampling
@@ -321,11 +321,16 @@ class Private:
         return self._threshold.value
 
     def _noisy(self, gradient: SiteGradient, deviation: float) -> SiteGradient:
-        noisy = {
-            name: self._with_noise(name, widened(g), deviation, gradient).to(g.dtype)
-            for name, g in gradient.formed.items()
-        }
-        return replace(gradient, formed=noisy)
+        formed = gradient.formed
+        if self.bands == 1 and not gradient.sent:
+            wide = [widened(g) for g in formed.values()]
+            sums = dict(zip(formed, add_to_all(self._source, wide, deviation), strict=True))
+        else:
+            about = deviation, gradient
+            sums = {name: self._with_noise(name, widened(g), *about) for name, g in formed.items()}
+        return replace(
+            gradient, formed={name: sums[name].to(g.dtype) for name, g in formed.items()}
+        )
 
     def _with_noise(self, name: str, g: Tensor, deviation: float, gradient: SiteGradient) -> Tensor:
         """Adds noise to a sum: to all of it, or to what is sent of it, which is what is left."""
