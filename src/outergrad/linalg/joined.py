@@ -19,8 +19,8 @@ from outergrad.core.transform import SampleRows
 from outergrad.core.types import Factors, Slot
 from outergrad.linalg.outer import widened
 
-_SMALL = 1 << 12
-"""Elements of a sample's gradient from which on it is not worth a copy."""
+_SMALL = 1 << 15
+"""Numbers in the gradients of all samples from which on these are not worth a copy."""
 
 
 @lru_cache(maxsize=16)
@@ -54,8 +54,7 @@ def _is_small(part: SampleRows) -> bool:
     d_GBE, samples_N = part.factors.d_GRO, part.samples_N
     samples, device = d_GBE.shape[1], d_GBE.device
     return (
-        0 < d_GBE.shape[2] <= _SMALL
-        and samples > 0
+        0 < d_GBE.numel() <= _SMALL
         and samples_N is _in_order(samples, device)
         and part.factors.a_GRI is _ones(samples, d_GBE.dtype, device)
     )

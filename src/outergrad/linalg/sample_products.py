@@ -169,7 +169,9 @@ def _square(d_BGLO: Tensor, a_BGLI: Tensor) -> Tensor:
 
     Of the pairs of one half with the other, which there are twice, each is computed once.
     """
-    rows = d_BGLO.shape[2]
+    groups, rows = d_BGLO.shape[1:3]
+    if groups == rows == 1:
+        return squares(d_BGLO.flatten(1)) * squares(a_BGLI.flatten(1))
     if rows < _HALVED:
         return _of_pairs(d_BGLO, a_BGLI, d_BGLO, a_BGLI)
     d, e = d_BGLO.tensor_split(2, dim=2)
@@ -264,7 +266,7 @@ def addends(
         weight = Projected(weight, sent)
     if slot.bias is None:
         return [weight]
-    return [weight, Vector(slot.bias, slot.bias_rows or (0, rows), d_BGLO.sum(dim=2).flatten(1))]
+    return [weight, Vector(slot.bias, slot.bias_rows or (0, rows), _sums(d_BGLO).flatten(1))]
 
 
 def products(slot: Slot, part: SampleRows, samples: int) -> tuple[Tensor, Tensor | None]:
@@ -272,7 +274,7 @@ def products(slot: Slot, part: SampleRows, samples: int) -> tuple[Tensor, Tensor
     assert part.samples_N is not None
     d_GNO, where = widened(part.factors.d_GRO), places_of(part.samples_N, samples)
     d_BGLO, a_BGLI = where.padded(d_GNO), where.padded(part.factors.a_GRI.to(d_GNO.dtype))
-    return d_BGLO.mT @ a_BGLI, None if slot.bias is None else d_BGLO.sum(dim=2)
+    return d_BGLO.mT @ a_BGLI, None if slot.bias is None else _sums(d_BGLO)
 
 
 def as_vectors(
@@ -292,7 +294,12 @@ def as_vectors(
 def bias_sums(part: SampleRows, samples: int) -> Tensor:
     """Returns the sum of each sample's deltas, (B, G, O), in at least float32."""
     assert part.samples_N is not None
-    return places_of(part.samples_N, samples).padded(widened(part.factors.d_GRO)).sum(dim=2)
+    return _sums(places_of(part.samples_N, samples).padded(widened(part.factors.d_GRO)))
+
+
+def _sums(d_BGLO: Tensor) -> Tensor:
+    """Returns the sum of each sample's deltas, (B, G, O); of one by itself without a copy."""
+    return d_BGLO[:, :, 0] if d_BGLO.shape[2] == 1 else d_BGLO.sum(dim=2)
 
 
 def squared_norms(parts: Sequence[Addend]) -> Tensor:

@@ -34,7 +34,7 @@ def gradient_of(sizes, dtypes=(torch.float32,)):
 
 @pytest.mark.parametrize("dtypes", [[torch.float32], [torch.float32, torch.float64]])
 def test_norms_bounds_and_sums_are_those_of_each_alone(dtypes, monkeypatch):
-    gradient, factor_B = gradient_of([3, 64, 7, 128, 5000, 200], dtypes), torch.rand(B)
+    gradient, factor_B = gradient_of([3, 64, 7, 128, 9000, 200], dtypes), torch.rand(B)
     found = sample_norms(gradient), roundings(gradient), weighted_sum(gradient, factor_B).formed
     monkeypatch.setattr(joined, "_SMALL", 0)
     assert not small_of(gradient.rows, gradient.rows)
@@ -48,7 +48,7 @@ def test_norms_bounds_and_sums_are_those_of_each_alone(dtypes, monkeypatch):
 
 
 def test_small_ones_of_one_type_are_joined_and_no_rows_of_others():
-    gradient = gradient_of([3, 64, 5000], [torch.float32])
+    gradient = gradient_of([3, 64, 9000], [torch.float32])
     first, second, _ = gradient.rows
     assert small_of(gradient.rows, gradient.rows) == [first, second]
     part = gradient.rows[second]
