@@ -9,27 +9,14 @@ as root mean square over t; in brackets the noise σ.
 
 from __future__ import annotations
 
-import math
 import sys
 
-import numpy as np
-
 from outergrad.private import CyclicPoisson, noise_for
-from outergrad.private.correlated import coefficients
+from outergrad.private.correlated import noise_in_sums
 
 RATE, DELTA = 512 / 60_000, 1e-5
 BANDS = (1, 2, 4, 8, 16, 32, 64)
 EPSILONS = (1.0, 3.0, 8.0)
-
-
-def error(bands: int, steps: int) -> float:
-    """Root mean square of the noise in sums, for σ = 1: of the first column of C⁻¹, summed up."""
-    c = coefficients(min(bands, steps))
-    inverse = np.zeros(steps)
-    for t in range(steps):
-        inverse[t] = float(t == 0) - sum(c[j] * inverse[t - j] for j in range(1, min(bands, t + 1)))
-    variance_T = (inverse.cumsum() ** 2).cumsum()
-    return math.hypot(*c) * math.sqrt(variance_T.mean())
 
 
 def main(steps: int) -> None:
@@ -40,7 +27,7 @@ def main(steps: int) -> None:
         for bands in BANDS:
             sampling = CyclicPoisson(RATE, bands)
             noise = noise_for(epsilon, DELTA, sampling, steps, accountant="rdp")
-            cells.append(f"{noise * error(bands, steps):.1f} ({noise:.2f}) |")
+            cells.append(f"{noise * noise_in_sums(bands, steps):.1f} ({noise:.2f}) |")
         print(f"| {epsilon:g} |", *cells, flush=True)
 
 

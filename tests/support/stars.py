@@ -73,6 +73,31 @@ def on_star(
                 one.close()
 
 
+def on_star_with_a_line(
+    sites: int, body: Callable[[int, og.Star, Callable[[bool], None]], Any], **settings: Any
+) -> list[Any]:
+    """Runs body(rank, transport, line) on every site; `line(False)` cuts that of the last one."""
+    with hub(sites, grace_s=0.3) as server:
+        proxy = Proxy(server.port)
+
+        def line(is_up: bool) -> None:
+            proxy.is_up = is_up
+            if not is_up:
+                proxy.cut()
+
+        ports = [None] * (sites - 1) + [proxy.port]
+        settings = {"when_lost": "go on", **settings}
+        stars = [star(server, rank, port, **settings) for rank, port in enumerate(ports)]
+        try:
+            with ThreadPoolExecutor(sites) as threads:
+                return list(threads.map(body, range(sites), stars, [line] * sites))
+        finally:
+            proxy.is_up = True
+            for one in stars:
+                one.close()
+            proxy.close()
+
+
 def comms_on_star(
     sites: int,
     body: Callable[[Any], Any],

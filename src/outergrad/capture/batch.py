@@ -179,7 +179,7 @@ class SampledUse:
         if not rows or (own is None and (slot.lookup or slot.vector)):
             return
         if not few:
-            if slot.bias is not None and not slot.patches:
+            if slot.bias is not None and not slot.patches and rows > total:
                 self._formed = as_vectors(slot, None, bias_sums(self.by_sample(), total))
             return
         found = own(*self._of, Call(a, d)) if own else products(slot, self.by_sample(), total)

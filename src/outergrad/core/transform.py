@@ -202,6 +202,15 @@ class Telling(Protocol):
         ...
 
 
+@runtime_checkable
+class Beginning(Protocol):
+    """Further member of a transform whose state goes on from step to step."""
+
+    def begin_step(self) -> None:
+        """Notes that a shared step begins, in which it may be called late, or not at all."""
+        ...
+
+
 class Counter(Protocol):
     """Counter of what the steps of one session release, kept by a transform.
 

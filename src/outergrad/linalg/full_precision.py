@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from threading import Lock
 from typing import Any
 
 import torch
 
 
-@contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
+class full_precision:  # noqa: N801 - used as a function
     """Inside, neither autocast nor TF32 rounds the factors of products.
 
     A backward that runs within `torch.autocast` would have products of rows in bfloat16, and
     `torch.set_float32_matmul_precision("high")` those on a GPU in TF32: sums of clipped gradients
-    would be longer than their norms say.
+    would be longer than their norms say. It is entered for every layer, so it is a plain class.
     """
-    with ExitStack() as stack:
-        if torch.is_autocast_enabled(device.type):
-            stack.enter_context(torch.autocast(device.type, enabled=False))
-        stack.enter_context(_HIGHEST)
-        yield
+
+    def __init__(self, device: torch.device) -> None:
+        enabled = torch.is_autocast_enabled(device.type)
+        self._off = torch.autocast(device.type, enabled=False) if enabled else None
+
+    def __enter__(self) -> None:
+        if self._off is not None:
+            self._off.__enter__()
+        _HIGHEST.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        _HIGHEST.__exit__(*raised)
+        if self._off is not None:
+            self._off.__exit__(*raised)
 
 
 class _Highest:

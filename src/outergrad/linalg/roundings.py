@@ -18,6 +18,7 @@ from torch import Tensor
 
 from outergrad.core.transform import SampleRows, SiteGradient
 from outergrad.core.types import Slot
+from outergrad.linalg.joined import side_by_side, small_of
 from outergrad.linalg.outer import widened
 from outergrad.linalg.site_gradient import together
 
@@ -31,9 +32,13 @@ def roundings(gradient: SiteGradient) -> Tensor:
     Args:
         gradient: with the sample of each row, and one slot or more.
     """
-    errors = []
-    for slots in together(gradient.rows):
-        parts = [_error(slot, gradient.rows[slot], gradient.samples) for slot in slots]
+    rows, groups, errors = gradient.rows, together(gradient.rows), list[Tensor]()
+    small = small_of(rows, (group[0] for group in groups if len(group) == 1))
+    if small:  # lengths at right angles, too
+        lengths_B = torch.linalg.vector_norm(side_by_side(rows, small), dim=1)
+        errors.append(lengths_B * torch.finfo(lengths_B.dtype).eps)
+    for slots in (group for group in groups if group[0] not in set(small)):
+        parts = [_error(slot, rows[slot], gradient.samples) for slot in slots]
         errors.append(torch.stack(parts).sum(dim=0))
     return torch.linalg.vector_norm(torch.stack(errors), dim=0)
 

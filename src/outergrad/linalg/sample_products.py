@@ -19,11 +19,14 @@ import torch
 from torch import Tensor
 
 from outergrad.core.transform import Projection, SampleRows, Samples
-from outergrad.core.types import Factors, RowRange, Slot, bias_slot
+from outergrad.core.types import RowRange, Slot, bias_slot
+from outergrad.linalg.joined import row_each
 from outergrad.linalg.outer import widened
 
 _HALVED = 48
 """Rows of a sample from which on halves are quicker than the whole."""
+_DEARER = 2.5
+"""Time of a product of rows in float64, copies of these included, in those of a formed one."""
 _PIECE = 128
 """Numbers whose squares are added up in float32."""
 
@@ -65,7 +68,7 @@ class Addend(ABC):
     def inner(self, other: Addend) -> Tensor:
         """Returns the inner product with another addend, by sample, (B,)."""
         if other is self:
-            return _squares(self.formed())
+            return squares(self.formed())
         shared = self.shared(other)
         assert shared is not None
         pair = []
@@ -95,11 +98,11 @@ class Vector(Addend):
         """As for an addend; of itself without a copy."""
         if other is not self:
             return super().inner(other)
-        squares_B = _squares(self._sums_BE)
+        squares_B = squares(self._sums_BE)
         return squares_B if self._times_B is None else squares_B * self._times_B.double().square()
 
 
-def _squares(t_BE: Tensor) -> Tensor:
+def squares(t_BE: Tensor) -> Tensor:
     """Returns squared norms, (B,), in float64, of pieces that are added up in their own type.
 
     PyTorch's norms on a CPU add up one number after another: in float32 that of a vector of four
@@ -145,7 +148,7 @@ class Product(Addend):
         alike = other.d_BGLO.shape[1] == groups and other.width == inputs
         whole = groups == 1 or self.rows == other.rows
         rows = max(self.d_BGLO.shape[2], other.d_BGLO.shape[2])
-        few = 2 * rows * (outputs + inputs) < outputs * inputs  # in float64, of twice the time
+        few = _DEARER * rows * (outputs + inputs) < outputs * inputs
         return alike and whole and few
 
     def _deltas(self, shared: RowRange) -> Tensor:
@@ -166,7 +169,9 @@ def _square(d_BGLO: Tensor, a_BGLI: Tensor) -> Tensor:
 
     Of the pairs of one half with the other, which there are twice, each is computed once.
     """
-    rows = d_BGLO.shape[2]
+    groups, rows = d_BGLO.shape[1:3]
+    if groups == rows == 1:
+        return squares(d_BGLO.flatten(1)) * squares(a_BGLI.flatten(1))
     if rows < _HALVED:
         return _of_pairs(d_BGLO, a_BGLI, d_BGLO, a_BGLI)
     d, e = d_BGLO.tensor_split(2, dim=2)
@@ -261,7 +266,7 @@ def addends(
         weight = Projected(weight, sent)
     if slot.bias is None:
         return [weight]
-    return [weight, Vector(slot.bias, slot.bias_rows or (0, rows), d_BGLO.sum(dim=2).flatten(1))]
+    return [weight, Vector(slot.bias, slot.bias_rows or (0, rows), _sums(d_BGLO).flatten(1))]
 
 
 def products(slot: Slot, part: SampleRows, samples: int) -> tuple[Tensor, Tensor | None]:
@@ -269,7 +274,7 @@ def products(slot: Slot, part: SampleRows, samples: int) -> tuple[Tensor, Tensor
     assert part.samples_N is not None
     d_GNO, where = widened(part.factors.d_GRO), places_of(part.samples_N, samples)
     d_BGLO, a_BGLI = where.padded(d_GNO), where.padded(part.factors.a_GRI.to(d_GNO.dtype))
-    return d_BGLO.mT @ a_BGLI, None if slot.bias is None else d_BGLO.sum(dim=2)
+    return d_BGLO.mT @ a_BGLI, None if slot.bias is None else _sums(d_BGLO)
 
 
 def as_vectors(
@@ -280,22 +285,21 @@ def as_vectors(
     if weight_BGOI is not None:
         about = {"weight_rows": slot.weight_rows, "vector": True}
         whole = Slot(slot.layer, slot.weight, slot.numel, 1, **about)
-        found[whole] = _row_each(weight_BGOI)
+        found[whole] = row_each(weight_BGOI.flatten(1))
     if bias_BGO is not None:
-        found[bias_slot(slot)] = _row_each(bias_BGO)
+        found[bias_slot(slot)] = row_each(bias_BGO.flatten(1))
     return found
-
-
-def _row_each(g_B: Tensor) -> SampleRows:
-    d_BE = g_B.flatten(1)
-    samples_B = torch.arange(len(d_BE), device=d_BE.device)
-    return SampleRows(Factors(d_BE[None], d_BE.new_ones(1, len(d_BE), 1)), samples_B)
 
 
 def bias_sums(part: SampleRows, samples: int) -> Tensor:
     """Returns the sum of each sample's deltas, (B, G, O), in at least float32."""
     assert part.samples_N is not None
-    return places_of(part.samples_N, samples).padded(widened(part.factors.d_GRO)).sum(dim=2)
+    return _sums(places_of(part.samples_N, samples).padded(widened(part.factors.d_GRO)))
+
+
+def _sums(d_BGLO: Tensor) -> Tensor:
+    """Returns the sum of each sample's deltas, (B, G, O); of one by itself without a copy."""
+    return d_BGLO[:, :, 0] if d_BGLO.shape[2] == 1 else d_BGLO.sum(dim=2)
 
 
 def squared_norms(parts: Sequence[Addend]) -> Tensor:

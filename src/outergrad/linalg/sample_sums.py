@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from outergrad.core.transform import SampleRows, SiteGradient
 from outergrad.core.types import Factors, Slot
-from outergrad.linalg.gradients import add_gradients
+from outergrad.linalg.gradients import add_gradients, add_rows
+from outergrad.linalg.joined import side_by_side, small_of
 from outergrad.linalg.outer import widened
 from outergrad.linalg.site_gradient import check_sampled, formed
 
@@ -28,7 +30,15 @@ def weighted_sum(gradient: SiteGradient, factor_B: Tensor) -> SiteGradient:
     check_sampled(gradient)
     wide = {name: widened(p.new_zeros(())).expand(p.shape) for name, p in gradient.params.items()}
     found: dict[str, Tensor] = {}
+    small = dict.fromkeys(small_of(gradient.rows, gradient.rows))
+    if small:
+        all_E = factor_B.to(torch.float64) @ side_by_side(gradient.rows, small).double()
+        for slot, g_E in zip(small, all_E.split([slot.numel for slot in small]), strict=True):
+            p = wide[slot.weight]
+            add_rows(found, slot.weight, slot.weight_rows, g_E.to(p.dtype), p)
     for slot, part in gradient.rows.items():  # one by one: what is multiplied is a copy
+        if slot in small:
+            continue
         add_gradients(found, slot, [_weighted(slot, part, factor_B)], wide, 1.0)
     return formed(replace(gradient, rows={}, formed=found))
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from outergrad.core.transform import SampleRows, Samples, SiteGradient
 from outergrad.core.types import Factors, RowRange, Slot
 from outergrad.linalg.gradients import add_gradients
+from outergrad.linalg.joined import side_by_side, small_of
 from outergrad.linalg.outer import widened
-from outergrad.linalg.sample_products import addends, sample_of_rows, squared_norms
+from outergrad.linalg.sample_products import addends, sample_of_rows, squared_norms, squares
 
 
 def sampled(factors: Factors, samples: Samples) -> SampleRows:
@@ -95,9 +96,14 @@ def sample_norms(gradient: SiteGradient) -> Tensor:
         ValueError: the sample of some rows is unknown, or a gradient has no rows.
     """
     check_sampled(gradient)
-    squares = [_squared_norms(gradient, slots) for slots in together(gradient.rows)]
-    dtypes = [part.factors.d_GRO.dtype for part in gradient.rows.values()]
-    return _sum(squares).sqrt().to(reduce(torch.promote_types, dtypes, torch.float32))
+    groups = together(gradient.rows)
+    small = small_of(gradient.rows, (group[0] for group in groups if len(group) == 1))
+    rest = [group for group in groups if group[0] not in set(small)]
+    parts = [_squared_norms(gradient, slots) for slots in rest]
+    if small:
+        parts.append(squares(side_by_side(gradient.rows, small)))
+    dtypes = {part.factors.d_GRO.dtype for part in gradient.rows.values()}
+    return _sum(parts).sqrt().to(reduce(torch.promote_types, dtypes, torch.float32))
 
 
 def check_sampled(gradient: SiteGradient) -> None:

@@ -16,8 +16,9 @@ from outergrad.core.packages import missing
 from outergrad.core.sites import called
 from outergrad.core.transport import Comm
 from outergrad.messages.raw import as_tensor, digest
+from outergrad.private.correlated import Banded
 from outergrad.private.ledger import Ledger, Release, Run, goes_on, runs_of, told_sum
-from outergrad.private.sampling import Sampling
+from outergrad.private.sampling import CyclicPoisson, Sampling
 from outergrad.private.spent import PrivacySpent, spent
 
 _LOG = logging.getLogger("outergrad")
@@ -36,12 +37,14 @@ class _Word(NamedTuple):
         nbytes: length of that state.
         room: how many steps are known to be within the budget.
         is_new: whether it has not compared the expected batches.
+        begins: whether parts, and noise in bands, begin anew in its next step.
     """
 
     state: int
     nbytes: int
     room: int
     is_new: int
+    begins: int
 
 
 @dataclass
@@ -53,12 +56,18 @@ class StepCounter:
     alone, as they all count the same. Sites that differ by what a killed or lost one has not seen
     go on from the longest count.
 
+    Where batches are of parts in turn, steps without a break in between are a sequence, which is
+    counted by the turns of a part. If one begins at a site, as in a new process, after a resume or
+    with other sites than before, it begins at all of them, under one name: the noise of no site
+    takes back what another has forgotten. A step that was discarded is no break.
+
     Attributes:
         ledger: counts.
         noise: σ, as in `Release`.
         sampling: how batches are drawn.
         batch: expected samples of all sites together.
         expected: expected samples of this site; None if not known.
+        banded: noise of the session, whose sequences are counted with batches of parts in turn.
     """
 
     ledger: Ledger
@@ -66,10 +75,12 @@ class StepCounter:
     sampling: Sampling
     batch: float
     expected: float | None
+    banded: Banded = field(default_factory=lambda: Banded(1))
     _is_agreed: bool = field(default=False, init=False)
     _is_new: bool = field(default=True, init=False)
     _is_spent: bool = field(default=False, init=False)
     _counted: Release | None = field(default=None, init=False)
+    _sequence: str = field(default="", init=False)
 
     def begin(self, comm: Comm) -> None:
         """Checks and counts a step.
@@ -83,11 +94,11 @@ class StepCounter:
             OSError: the ledger's file cannot be written.
             ExchangeError: another site is out of reach.
         """
-        release = Release(self.noise, self.sampling, comm.world_size, comm.sums)
+        release = self._release(comm)
         if self._is_spent:  # all sites know: nothing is asked again, of sites that may have left
             raise self.ledger.spent_error(release)
-        if not self._is_agreed or self.ledger.allowed(release) < 1:
-            self._agree(comm, release)
+        if not self._is_agreed or self._begins or self.ledger.allowed(release) < 1:
+            release = self._agree(comm)
         self.ledger.record(release)
         self._counted = release
 
@@ -98,31 +109,59 @@ class StepCounter:
         without its noise, or by the difference to the sums of the second attempt, they tell more of
         the others, but no more than each part by itself would. Open messages have been counted as
         that already.
+
+        Where batches are of parts in turn, it is one turn more, of the part in this step. To know
+        what others have added to step t is to know row t of C⁻¹ times their z, and that row is
+        orthogonal to all columns of C but column t: nothing of the other turns is shown.
         """
         release = self._counted
         if release is not None and release.sums != "open" and release.sites > 1:
-            self.ledger.record(replace(release, sums="open"))
+            beside = f"shown at {self.ledger.steps}" if self._has_turns else ""
+            self.ledger.record(replace(release, sums="open", sequence=beside))
 
     def restart(self) -> None:
-        """Has the sites compare before the next step."""
+        """Has the sites compare before the next step, and begin a sequence with it."""
         self._is_agreed = self._is_spent = False
+        self._sequence = ""
+
+    # -- sequences --------------------------------------------------------------------------------
+
+    @property
+    def _has_turns(self) -> bool:
+        return isinstance(self.sampling, CyclicPoisson)
+
+    @property
+    def _begins(self) -> bool:
+        """True if the next step goes on behind none that this session has counted."""
+        return self._has_turns and self.banded.sequence != self._sequence
+
+    def _release(self, comm: Comm) -> Release:
+        """Returns the next step's release; a sequence that begins has its name from the count."""
+        sequence = self._sequence
+        if self._begins:
+            sequence = f"from {self.ledger.steps}"
+        about = {"bands": self.banded.bands, "sequence": sequence}
+        return Release(self.noise, self.sampling, comm.world_size, comm.sums, **about)
 
     # -- between the sites ------------------------------------------------------------------------
 
-    def _agree(self, comm: Comm, release: Release) -> None:
+    def _agree(self, comm: Comm) -> Release:
         """Compares the ledgers, and sets the number of steps that all have room for."""
-        error, room = None, _FAILED
+        error, room, release = None, _FAILED, self._release(comm)
         try:
             self.ledger.count_for(comm.sites[comm.rank].called)
             room = self.ledger.room(release)
         except (ImportError, ValueError) as raised:
             error = raised
         state = json.dumps(self.ledger.state_dict(), sort_keys=True).encode()
-        own = _Word(digest(state), len(state), room, self._is_new)
+        own = _Word(digest(state), len(state), room, self._is_new, self._begins)
         told = [_Word(*words) for words in words_of_all(comm, own)]
         if len({one.state for one in told}) > 1:
             self._take_over(comm, state, told)
-            return self._agree(comm, release)
+            return self._agree(comm)
+        if len({one.begins for one in told}) > 1:
+            self._sequence = ""
+            return self._agree(comm)
         if error is not None:
             raise error
         _refuse_failed(comm, told)
@@ -134,7 +173,10 @@ class StepCounter:
             self._is_spent = True
             raise self.ledger.spent_error(release)
         self.ledger.allow(release, room)
-        return None
+        if self._begins:
+            self._sequence = release.sequence
+            self.banded.restart(release.sequence)
+        return release
 
     def _take_over(self, comm: Comm, own: bytes, told: Sequence[_Word]) -> None:
         """Goes on from the ledger that has counted most.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import ssl
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -13,6 +14,8 @@ from torch import Tensor
 
 _AT_ONCE = 1 << 16
 """Numbers that are drawn together, so that they stay in the cache."""
+_SMALL = 1 << 12
+"""Numbers up to which a call costs more than a copy."""
 _UNIT, _FINE = 2.0**-31, 2.0**-53
 
 
@@ -42,6 +45,23 @@ def add(noise: Noise, t: Tensor, deviation: float) -> Tensor:
     for part_N in flat_N.split(_AT_ONCE):
         part_N.add_(noise.draw(len(part_N), t.device).to(part_N), alpha=deviation)
     return flat_N.view(t.shape)
+
+
+def add_to_all(noise: Noise, tensors: Sequence[Tensor], deviation: float) -> list[Tensor]:
+    """Adds noise to tensors, as `add` does; to small ones of one type and device together."""
+    found, together = list(tensors), dict[tuple[torch.dtype, torch.device], list[int]]()
+    for k, t in enumerate(tensors):
+        if t.numel() > _SMALL:
+            found[k] = add(noise, t, deviation)
+        else:
+            together.setdefault((t.dtype, t.device), []).append(k)
+    for places in together.values():
+        some = [tensors[k] for k in places]
+        all_N = add(noise, torch.cat([t.reshape(-1) for t in some]), deviation)
+        parts = all_N.split([t.numel() for t in some])
+        for k, t, part_N in zip(places, some, parts, strict=True):
+            found[k] = part_N.view(t.shape)
+    return found
 
 
 class Generated:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
@@ -20,11 +19,11 @@ from outergrad.linalg.site_gradient import in_units, sample_norms, scaled_sample
 from outergrad.private.clipping import clipped, normalized
 from outergrad.private.correlated import Banded
 from outergrad.private.counting import StepCounter
-from outergrad.private.ledger import Ledger
-from outergrad.private.noise import Noise, add, source
+from outergrad.private.ledger import Ledger, Release
+from outergrad.private.noise import Noise, add, add_to_all, source
 from outergrad.private.quantile import Threshold
 from outergrad.private.samplers import expected_size, sampling_of
-from outergrad.private.sampling import Fixed, Poisson, Sampling
+from outergrad.private.sampling import Fixed, Sampling
 
 Clipping = Literal["flat", "per_layer", "automatic", "adaptive"]
 
@@ -96,8 +95,9 @@ class Private:
         ledger: counts what is released (docs/ledger.md); at each site an object of its own, with
             equal settings. None: nothing is counted.
         sampling: how batches are drawn, which the ledger has to know: `og.private.Poisson(rate)`,
-            `og.private.Fixed(size, rows)`, equal on all sites, or this site's DataLoader, of which
-            `og.private.sampling_of` tells it. If all sites give their loaders, `batch` is compared
+            `og.private.CyclicPoisson(rate, parts)` with `bands`, `og.private.Fixed(size, rows)`,
+            equal on all sites, or this site's DataLoader, of which `og.private.sampling_of` tells
+            it. If all sites give their loaders, `batch` is compared
             with what these draw together.
     """
 
@@ -120,7 +120,6 @@ class Private:
     _source: Noise = field(init=False, repr=False, compare=False)
     _threshold: Threshold = field(init=False, repr=False, compare=False)
     _banded: Banded = field(init=False, repr=False, compare=False)
-    _sequence: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Checks the settings.
@@ -155,7 +154,7 @@ class Private:
         threshold = Threshold(self.clip, self.quantile, self.rate, self.batch)
         object.__setattr__(self, "_source", noise)
         object.__setattr__(self, "_threshold", threshold)
-        self.restart()
+        object.__setattr__(self, "_banded", Banded(self.bands))
 
     def _check_seed(self) -> None:
         """Checks that sites whose seeds differ draw other noise.
@@ -177,16 +176,20 @@ class Private:
     def restart(self) -> None:
         """Begins another sequence of noise in bands, which takes nothing back of the one before.
 
-        Call it on every site where batches do not go on behind the last one, or where the number of
-        sites has changed. `load_state_dict` does it, too.
+        Call it on every site where batches do not go on behind the last one. After a resume, and
+        where sites come or go, a session with a `ledger` does it by itself; `load_state_dict` does
+        it, too. Where releases are counted by hand, call it when the number of sites has changed.
         """
-        object.__setattr__(self, "_banded", Banded(self.bands))
-        object.__setattr__(self, "_sequence", secrets.token_hex(8))
+        self._banded.restart()
+
+    def begin_step(self) -> None:
+        """Counts a step of the session, whether or not its noise is sent."""
+        self._banded.begin_step()
 
     @property
     def sequence(self) -> str:
         """Name of the sequence of noise that goes on, for `og.private.Release(sequence=...)`."""
-        return self._sequence
+        return self._banded.sequence
 
     def _settle_sampling(self) -> None:
         """Reads a loader, and checks that ledger and sampling come together."""
@@ -194,18 +197,21 @@ class Private:
         self._require((self.ledger is None) == (self.sampling is None), "ledger", told)
         kind, sampling = "a Ledger, or None", self.sampling
         self._require(self.ledger is None or isinstance(self.ledger, Ledger), "ledger", kind)
-        by_hand = "None with bands above 1: record each step's Release(sequence=) by hand"
-        self._require(self.ledger is None or self.bands == 1, "ledger", by_hand)
         expected = sampling.size if isinstance(sampling, Fixed) else None
         if isinstance(sampling, DataLoader):
             found, expected = sampling_of(sampling), expected_size(sampling)
             object.__setattr__(self, "sampling", found)
-        told = "og.private.Poisson(rate), og.private.Fixed(size, rows) or a DataLoader"
-        known = self.sampling is None or isinstance(self.sampling, Poisson | Fixed)
+        told = (
+            "og.private.Poisson(rate), og.private.CyclicPoisson(rate, parts), "
+            "og.private.Fixed(size, rows) or a DataLoader"
+        )
+        known = self.sampling is None or isinstance(self.sampling, Sampling)
         self._require(known, "sampling", told)
         drawn = getattr(self.sampling, "unit", "sample") if self.sampling is not None else self.unit
         self._require(drawn == self.unit, "unit", f"{drawn!r}, which {self.sampling} draws")
         object.__setattr__(self, "_expected", expected)
+        if isinstance(self.sampling, Sampling):  # raises where bands do not fit batches
+            Release(self.noise, self.sampling, bands=self.bands, sequence="any")
 
     def _require(self, holds: bool, name: str, wanted: str) -> None:
         if not holds:
@@ -247,8 +253,8 @@ class Private:
         """Returns what counts the steps of a session; None without a ledger."""
         if self.ledger is None:
             return None
-        assert isinstance(self.sampling, Poisson | Fixed)
-        about = (self.noise, self.sampling, self.batch, self._expected)
+        assert isinstance(self.sampling, Sampling)
+        about = (self.noise, self.sampling, self.batch, self._expected, self._banded)
         return StepCounter(self.ledger, *about)
 
     # -- one step ---------------------------------------------------------------------------------
@@ -315,11 +321,16 @@ class Private:
         return self._threshold.value
 
     def _noisy(self, gradient: SiteGradient, deviation: float) -> SiteGradient:
-        noisy = {
-            name: self._with_noise(name, widened(g), deviation, gradient).to(g.dtype)
-            for name, g in gradient.formed.items()
-        }
-        return replace(gradient, formed=noisy)
+        formed = gradient.formed
+        if self.bands == 1 and not gradient.sent:
+            wide = [widened(g) for g in formed.values()]
+            sums = dict(zip(formed, add_to_all(self._source, wide, deviation), strict=True))
+        else:
+            about = deviation, gradient
+            sums = {name: self._with_noise(name, widened(g), *about) for name, g in formed.items()}
+        return replace(
+            gradient, formed={name: sums[name].to(g.dtype) for name, g in formed.items()}
+        )
 
     def _with_noise(self, name: str, g: Tensor, deviation: float, gradient: SiteGradient) -> Tensor:
         """Adds noise to a sum: to all of it, or to what is sent of it, which is what is left."""

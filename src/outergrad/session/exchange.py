@@ -15,7 +15,7 @@ from outergrad.capture.units import Units
 from outergrad.commit.deferred_votes import DeferredVotes
 from outergrad.core.blocks import Block
 from outergrad.core.reasons import Reason
-from outergrad.core.transform import accumulating, counter_of
+from outergrad.core.transform import Beginning, accumulating, counter_of
 from outergrad.core.transport import Comm
 from outergrad.core.types import Unit
 from outergrad.messages.header import Header, Join
@@ -268,6 +268,8 @@ class Exchange:
             self.counter.begin(self._at.comm)
         if self._tap is not None:
             self._tap.begun(header.step)
+        if isinstance(self.transform, Beginning):
+            self.transform.begin_step()
         own: dict[str, Any] = {
             "model": self.model,
             "planner": self.planner,

@@ -107,9 +107,9 @@ def test_sites_speak_seldom():
     spoken = []
 
     class Speaking(StepCounter):
-        def _agree(self, comm, release):
+        def _agree(self, comm):
             spoken.append(comm.rank)
-            super()._agree(comm, release)
+            return super()._agree(comm)
 
     def body(rank, group):
         ledger = quick(stop_at=epsilon_of(1000))

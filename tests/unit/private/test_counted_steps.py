@@ -85,7 +85,7 @@ def test_it_counts_before_anything_is_sent(tmp_path):
         finally:
             if rank == 0:
                 session._at.comm.close()
-                words = 4 * 8 + 2 * 8  # what ledgers are compared by, and expected batches
+                words = 5 * 8 + 2 * 8  # what ledgers are compared by, and expected batches
                 assert session._at.comm.sent_bytes <= before[1] + 2 * words
         return ledger.steps
 

@@ -19,7 +19,7 @@ from cases import Boom, mlp
 from outergrad.core import packages
 from outergrad.private import Ledger, Poisson, Release, Run
 from ranks import run_on_lasting_groups
-from stars import NAMES, Proxy, hub, kit_of, star
+from stars import NAMES, Proxy, hub, kit_of, on_star_with_a_line, star
 
 dp = pytest.importorskip("dp_accounting", reason="pip install 'dp-accounting>=0.6'")
 DELTA, NOISE, RATE = 1e-5, 1.1, 0.01
@@ -75,29 +75,6 @@ class Training:
         self.model.zero_grad()
 
 
-def on_hub(sites, body, **settings):
-    """Runs body(rank, transport, line) on every site; `line(False)` cuts that of the last one."""
-    with hub(sites, grace_s=0.3) as server:
-        proxy = Proxy(server.port)
-
-        def line(is_up):
-            proxy.is_up = is_up
-            if not is_up:
-                proxy.cut()
-
-        ports = [None] * (sites - 1) + [proxy.port]
-        settings = {"when_lost": "go on", **settings}
-        stars = [star(server, rank, port, **settings) for rank, port in enumerate(ports)]
-        try:
-            with ThreadPoolExecutor(sites) as threads:
-                return list(threads.map(body, range(sites), stars, [line] * sites))
-        finally:
-            proxy.is_up = True
-            for one in stars:
-                one.close()
-            proxy.close()
-
-
 @pytest.mark.parametrize("blind", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_epsilon_is_dp_accountings_over_all_that_may_happen(tmp_path, blind):
     """Passes, a discarded step, a lost site; then a resume from a checkpoint before these."""
@@ -133,14 +110,14 @@ def test_epsilon_is_dp_accountings_over_all_that_may_happen(tmp_path, blind):
     of_three = Release(NOISE, Poisson(RATE), sites=3, sums=sums)
     shown = Release(NOISE, Poisson(RATE), sites=3, sums="open")
     of_two = Release(NOISE, Poisson(RATE), sites=2, sums=sums)
-    one, other, _ = on_hub(3, first, blind=blind)
+    one, other, _ = on_star_with_a_line(3, first, blind=blind)
     assert one[:-2] == other[:-2] == (Run(of_three, 5), Run(shown, 1))
     for runs in (one, other):
         assert runs[-1] == Run(of_two, 4)
         assert runs[-2].release == of_three
         assert runs[-2].steps in (2, 3)  # the void step, on a site that had begun it
     lost = max(one[-2].steps, other[-2].steps)
-    for before, runs, told in on_hub(2, again, blind=blind):
+    for before, runs, told in on_star_with_a_line(2, again, blind=blind):
         assert before in (12 + 1, 11 + 1)
         assert runs == (
             Run(of_three, 5),

@@ -26,7 +26,7 @@ from outergrad.private import (
     noise_for,
     sampling_of,
 )
-from outergrad.private.correlated import Banded, coefficients
+from outergrad.private.correlated import Banded, coefficients, noise_in_sums
 from outergrad.private.noise import Random
 from released_noise import released_noise, within
 
@@ -63,6 +63,12 @@ def is_independent(z: np.ndarray, deviation: float) -> bool:
         inner = float((z[lag:] * z[:-lag]).sum()) / deviation**2
         found.append(abs(inner) < 5 * math.sqrt(count))
     return all(found)
+
+
+def drawn(banded: Banded, like: torch.Tensor, sites: int = 1) -> torch.Tensor:
+    """Noise of the next step."""
+    banded.begin_step()
+    return banded.draw(Random(), "w", like, sites)
 
 
 # -- noise ----------------------------------------------------------------------------------------
@@ -110,23 +116,53 @@ def test_sums_of_many_steps_have_less_noise():
     """The sum of n steps is that of C⁻¹: the errors of all prefixes, by hand and as drawn."""
     steps, bands = 64, 16
     banded, own = Banded(bands), torch.zeros(4000, dtype=torch.float64)
-    drawn = [banded.draw(Random(), "w", own, 1) for _ in range(steps)]
-    sums = torch.stack(drawn).cumsum(0)
+    sums = torch.stack([drawn(banded, own) for _ in range(steps)]).cumsum(0)
     by_hand = np.tril(np.ones((steps, steps))) @ np.linalg.inv(strategy(bands, steps))
     deviation = np.linalg.norm(coefficients(bands)) * np.linalg.norm(by_hand, axis=1)
     for t in range(steps):
         assert within(float(sums[t].square().sum()), 4000, deviation[t])
     assert deviation[-1] < math.sqrt(steps) / 2  # half of what independent noise has
+    assert noise_in_sums(bands, steps) == pytest.approx(math.sqrt((deviation**2).mean()))
+    assert noise_in_sums(1, steps) == pytest.approx(math.sqrt((steps + 1) / 2))
+    assert noise_in_sums(bands, 3) == pytest.approx(noise_in_sums(3, 3))  # no more than steps
+
+
+@pytest.mark.parametrize("missed", [{1}, {2, 3}, {0, 4}])
+def test_a_step_in_which_nothing_was_sent_keeps_its_place(missed):
+    """What is sent in the others has the covariance that it would have had, had all been sent."""
+    steps, bands, count = 7, 3, 40_000
+    banded, like = Banded(bands), torch.zeros(count, dtype=torch.float64)
+    sent = [step for step in range(steps) if step not in missed]
+    found = []
+    for step in range(steps):
+        banded.begin_step()
+        if step in sent:
+            found.append(banded.draw(Random(), "w", like, 1))
+    w = torch.stack(found).numpy()
+    inverse = np.linalg.norm(coefficients(bands)) * np.linalg.inv(strategy(bands, steps))
+    expected = (inverse @ inverse.T)[np.ix_(sent, sent)]
+    spread = np.sqrt((np.outer(expected.diagonal(), expected.diagonal()) + expected**2) / count)
+    assert (np.abs(w @ w.T / count - expected) < 5 * spread).all()
+
+
+def test_noise_that_is_drawn_twice_in_a_step_is_refused():
+    """As by a transform around it that does not say when a step begins."""
+    private = og.Private(**SETTINGS, bands=2)
+    with pytest.raises(RuntimeError, match=r"has to pass begin_step\(\) on"):
+        private._banded.draw(Random(), "w", torch.zeros(4), 1)
+    drawn(private._banded, torch.zeros(4))
+    with pytest.raises(RuntimeError, match="asked for a second time in one step"):
+        private._banded.draw(Random(), "w", torch.zeros(4), 1)
 
 
 def test_a_new_sequence_takes_nothing_back():
     private = og.Private(**SETTINGS, bands=BANDS)
     like = torch.zeros(2000)
-    before = [private._banded.draw(Random(), "w", like, 1) for _ in range(BANDS)]
+    before = [drawn(private._banded, like) for _ in range(BANDS)]
     name = private.sequence
     private.load_state_dict(private.state_dict())
     assert private.sequence != name
-    after = private._banded.draw(Random(), "w", like, 1)
+    after = drawn(private._banded, like)
     length = np.linalg.norm(coefficients(BANDS))
     assert within(float(after.square().sum()), 2000, float(length))
     for one in before:
@@ -136,7 +172,7 @@ def test_a_new_sequence_takes_nothing_back():
 
 def test_copies_have_noise_and_a_sequence_of_their_own():
     private = og.Private(**SETTINGS, bands=BANDS)
-    private._banded.draw(Random(), "w", torch.zeros(9), 1)
+    drawn(private._banded, torch.zeros(9))
     for other in (copy.deepcopy(private), pickle.loads(pickle.dumps(private))):
         assert other == private
         assert other.sequence != private.sequence
@@ -153,11 +189,11 @@ def test_bands_that_would_not_hold_are_refused(about):
 
 def test_other_sites_than_before_are_refused():
     private, like = og.Private(**SETTINGS, bands=2), torch.zeros(4)
-    private._banded.draw(Random(), "w", like, 3)
+    drawn(private._banded, like, sites=3)
     with pytest.raises(RuntimeError, match=r"among 3 sites, and now there are 2: .*restart\(\)"):
-        private._banded.draw(Random(), "w", like, 2)
+        drawn(private._banded, like, sites=2)
     private.restart()
-    private._banded.draw(Random(), "w", like, 2)
+    drawn(private._banded, like, sites=2)
 
 
 # -- what it costs --------------------------------------------------------------------------------

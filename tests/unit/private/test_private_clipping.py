@@ -155,7 +155,7 @@ def test_bfloat16_is_rounded_behind_the_noise(monkeypatch):
         added.append(t.dtype)
         return t
 
-    monkeypatch.setattr("outergrad.private.private.add", add)
+    monkeypatch.setattr("outergrad.private.noise.add", add)
     linear = CASES["linear"]
     batches = [x.bfloat16() for x in linear.batches]
     case = SampleCase(copy.deepcopy(linear.model).bfloat16(), batches)

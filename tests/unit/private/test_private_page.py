@@ -26,6 +26,8 @@ def test_the_programs_of_the_page_run(tmp_path, monkeypatch, capsys):
             exec(compile(block.code, block.place, "exec"), names)
         return names["ledger"].steps
 
-    assert run_on_lasting_groups(1, body) == [20]
-    assert "after 20 released steps" in capsys.readouterr().out
+    assert run_on_lasting_groups(1, body) == [100]
+    told = capsys.readouterr().out
+    assert "after 20 released steps" in told  # by Poisson batches of all rows
+    assert "after 100 released steps" in told  # by batches of parts in turn
     assert (tmp_path / "ledger.json").exists()

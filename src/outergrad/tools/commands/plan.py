@@ -16,6 +16,7 @@ from outergrad.tools.commands.model_options import Model, Rows
 from outergrad.tools.commands.options import METHOD_HELP
 from outergrad.tools.plan.forecast import Forecast, Question, forecast
 from outergrad.tools.plan.privacy import PrivacyPlan, PrivacyQuestion, privacy_plan
+from outergrad.tools.plan.subject import subject
 from outergrad.tools.plan.table import (
     about_dense,
     layer_tables,
@@ -81,6 +82,12 @@ Epochs = Annotated[
 Samples = Annotated[
     int | None, typer.Option(help="Rows of data of each site, for --epsilon.", show_default="none")
 ]
+Bands = Annotated[
+    int | None,
+    typer.Option(
+        help="Noise in so many bands for --epsilon, as og.Private(bands=...).", show_default="1"
+    ),
+]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="File that gets all of it.", dir_okay=False)
 ]
@@ -102,6 +109,7 @@ def plan(
     delta: Delta = None,
     epochs: Epochs = None,
     samples: Samples = None,
+    bands: Bands = None,
     json_file: JsonFile = None,
 ) -> None:
     """Predict what each method would send and how long a step would take, on this machine alone.
@@ -110,7 +118,8 @@ def plan(
     assume that each site has its own machine like this one.
     """
     with errors_in_one_line():
-        private = PrivacyQuestion.of(epsilon=epsilon, delta=delta, epochs=epochs, samples=samples)
+        about = {"epsilon": epsilon, "delta": delta, "epochs": epochs, "samples": samples}
+        private = PrivacyQuestion.of(**about, bands=bands)
         question = Question(
             model=model,
             rows=rows,
@@ -121,6 +130,8 @@ def plan(
             methods=tuple(map(str.strip, methods.split(","))),
             seconds=seconds,
         )
+        if private is not None:  # before seconds are spent on a forecast
+            private.check_rows(subject(model, None).rows if rows is None else rows)
         if threads is not None:
             torch.set_num_threads(threads)
         found = _watched(question)
