@@ -1,0 +1,1 @@
+"""Training without a centre: graphs of sites, and what neighbours tell each other."""
