@@ -234,9 +234,11 @@ def graph_of(given: object) -> Graph:
         if Path(given).is_file():
             return edge_list(given)
         names = ", ".join(map(repr, NAMED))
-        raise ValueError(f"graph={str(given)!r} is no graph and no file; use {names}, or a path")
+        raise ValueError(
+            f"Gossip: graph={str(given)!r} is no graph and no file; use {names}, or a path"
+        )
     if isinstance(given, type) or not callable(getattr(given, "edges", None)):
-        raise TypeError(f"graph={given!r}; use 'ring', or a graph of og.gossip, as og.gossip.Ring()")
+        raise TypeError(f"Gossip: graph={given!r}; use 'ring', or a graph, as og.gossip.Ring()")
     return given  # type: ignore[return-value]
 
 
