@@ -64,6 +64,10 @@ class Choco(GossipMethod):
         plain = [one for t in start for one in reduce.plain(tuple(t.shape), t.dtype)]
         return sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in plain)
 
+    def travels(self, t: Tensor) -> str:
+        """Returns "compressed"."""
+        return "compressed"
+
 
 class _ChocoEnd:
     """One end: copies of both sites' weights, alike at both ends.

@@ -86,6 +86,10 @@ class GossipMethod(Protocol):
         """Returns the largest content of a letter."""
         ...
 
+    def travels(self, t: Tensor) -> str:
+        """Returns in a word how a weight travels, for the coverage table."""
+        return "dense"
+
 
 @dataclass(frozen=True)
 class Whole(GossipMethod):

@@ -61,6 +61,10 @@ class PowerGossip(GossipMethod):
         """Returns the bytes of the longer one of two letters: at most those of the model."""
         return sum(t.nbytes for t in start) + 8 * self.rank * sum(map(len, map(_as_matrix, start)))
 
+    def travels(self, t: Tensor) -> str:
+        """Returns "low rank" for a matrix, unless it travels whole."""
+        return "low rank" if _rank(t, self.rank) else "dense"
+
 
 class _PowerEnd:
     """One end: vectors p and q per matrix, alike at both ends.
@@ -143,12 +147,7 @@ class _PowerEnd:
         return drawn(x_MN.shape[0 if rows else 1], self._rank(x_MN), seed, like)
 
     def _rank(self, t: Tensor) -> int:
-        """Returns the columns for a tensor: 0 for one that travels whole."""
-        if t.dim() < 2 or not t.numel():
-            return 0
-        m, n = _as_matrix(t).shape
-        rank = min(self._method.rank, m, n)
-        return rank if rank * max(m, n) < m * n else 0
+        return _rank(t, self._method.rank)
 
     def _read(self, content: Tensor) -> list[Tensor]:
         side = 0 if self._is_odd else 1
@@ -167,6 +166,15 @@ class _PowerEnd:
         put(self._p, state, "p")
         put(self._q, state, "q")
         self._round = state["round"]
+
+
+def _rank(t: Tensor, most: int) -> int:
+    """Returns the columns for a weight: 0 for one that travels whole."""
+    if t.dim() < 2 or not t.numel():
+        return 0
+    m, n = _as_matrix(t).shape
+    rank = min(most, m, n)
+    return rank if rank * max(m, n) < m * n else 0
 
 
 def _as_matrix(t: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from outergrad.core.protocols import Method, Policy, Rules
 from outergrad.core.transform import GradientTransform
 from outergrad.core.transport import Comm, Transport
 from outergrad.core.types import Link
+from outergrad.gossip.settings import Gossip
 from outergrad.layers import RULES
 from outergrad.messages.checksum import combined
 from outergrad.methods.local_steps import LocalSteps
@@ -45,6 +46,7 @@ from outergrad.session.description import describe
 from outergrad.session.drift import checksums
 from outergrad.session.elastic import refuse_to_go_on
 from outergrad.session.farewell import say_farewell
+from outergrad.session.gossip_checks import refuse_gossip
 from outergrad.session.handover import Handover, taken
 from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.mesh.levels import Mesh, levels_of
@@ -68,7 +70,7 @@ from outergrad.step.transport_state import (
 
 def distribute(
     model: nn.Module,
-    method: Method | Policy | LocalSteps | None = None,
+    method: Method | Policy | LocalSteps | Gossip | None = None,
     *,
     group: dist.ProcessGroup | None = None,
     mesh: Mesh | None = None,
@@ -103,7 +105,7 @@ def distribute(
             star whose sites go on without others, the default is `og.DAD()`. `og.PerLayer({...})`
             gives each part of the model its own method, `og.Local()` keeps a part unshared.
             `og.LocalSteps(k)` shares how k steps of each site have changed the weights, instead of
-            gradients.
+            gradients. `og.Gossip(graph)` averages weights between neighbours, without a centre.
         group: process group of the sites; the default group if None.
         mesh: instead of a group, sites of several ranks: a `DeviceMesh` with the dimensions "site"
             and "local". The gradients of a site's ranks are pooled before they travel, so that
@@ -186,6 +188,16 @@ def distribute(
         refuse_max_bad_steps(max_bad_steps)
         recorders = recorders_of(recorder)
         check_transform(transform)
+        refuse_gossip(
+            method,
+            comm,
+            mesh=mesh,
+            transform=transform,
+            max_bad_steps=max_bad_steps,
+            weighting=weighting,
+            buffers=buffers,
+            verify_every=verify_every,
+        )
         by_sample = transform is not None and transform.needs_samples
         captured = capturing(method, transform)
         inspection = topology.look_at(model, captured, rules, by_sample=by_sample)
@@ -225,6 +237,8 @@ def distribute(
             _settle(inspection, comm, lambda: measured_link(comm), lambda: measured_flops(comm))
             all_came(comm, combined(checksums(tensors)))
     counted, kind = Weighting(weighting), buffers or topology.buffers
+    if isinstance(method, Gossip):  # there is no step in which all could share them
+        kind = "local"
     settings = Settings(
         method=repr(method),
         lines=lines,
@@ -244,7 +258,7 @@ def distribute(
         counted.watch(model)
         session.watch(model, inspection.watch)
     say_farewell(comm, agreed)
-    if comm.board is not None:
+    if comm.board is not None and not isinstance(method, Gossip):  # which waits for no other site
         on_transport(comm.key).watch(comm)
     if handed_over is not None:
         session.take(handed_over)
