@@ -15,6 +15,7 @@ from outergrad.core.types import StateDict
 from outergrad.gossip.content import bytes_of, tensors_of
 from outergrad.gossip.ends import End, GossipMethod, Weights, copied, put
 from outergrad.gossip.reductions import Reduction, reduction_of
+from outergrad.linalg.finite import is_finite
 from outergrad.methods.common import require
 from outergrad.wire import Plain
 
@@ -95,7 +96,8 @@ class _ChocoEnd:
         told = self._decoded(other)
         for copies, found in ((self._mine, self._decoded(own)), (self._theirs, told)):
             for copy, q in zip(copies, found, strict=True):
-                copy.add_(q)
+                if is_finite(q):  # both ends leave out the same; a copy would stay NaN for ever
+                    copy.add_(q)
         self._round += 1
         return [x - y for x, y in zip(self._theirs, self._mine, strict=True)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -46,16 +47,24 @@ class Edge:
         site: the neighbour.
         end: says and hears.
 
+    Sites settle before a state is saved, or a mean is formed: each says which round it has begun
+    last. Where one has begun a round more, it gives that up. Until both have said so, no round
+    begins, so that nothing is lost where one of them is late.
+
     Attributes:
         site: as the argument.
         end: as the argument.
         done: number of the last round that counts here.
-        ended: number of the neighbour's last round before it settled; None if it has not.
+        told: number of the last round that this site said it has begun, if it settles; else None.
+        ended: likewise, that the neighbour said it has begun.
+        is_cold: whether both go on from a new end, once they have settled.
     """
 
     def __init__(self, site: Site, end: End) -> None:
         self.site, self.end, self.done = site, end, 0
+        self.told: int | None = None
         self.ended: int | None = None
+        self.is_cold = False
         self._said: tuple[End, Letter] | None = None
 
     @property
@@ -64,9 +73,14 @@ class Edge:
         return self._said is not None
 
     @property
-    def last(self) -> int:
-        """Number of the last round that this site has begun."""
-        return self.done + self.is_waiting
+    def is_free(self) -> bool:
+        """True if a round may begin."""
+        return not self.is_waiting and self.told is None and self.ended is None
+
+    @property
+    def has_settled(self) -> bool:
+        """True if both have said which round was their last."""
+        return self.told is not None and self.ended is not None
 
     def say(self, weights: Weights, share: float, end: End | None = None) -> Letter:
         """Begins a round.
@@ -92,14 +106,25 @@ class Edge:
         self._said, self.done = None, self.done + 1
         return min(own.share, letter.share), difference
 
-    def settle(self, last: int) -> None:
-        """Gives up a round that the neighbour has not begun; both go on behind the later one.
+    def last_words(self, *, cold: bool) -> Letter:
+        """Begins to settle, and says which round this site has begun last."""
+        self.told, self.is_cold = self.done + self.is_waiting, cold
+        return Letter(self.told, float(cold), torch.empty(0, dtype=torch.uint8), ends=True)
+
+    def hear_last_words(self, letter: Letter) -> None:
+        """Notes which round the neighbour has begun last."""
+        self.ended, self.is_cold = letter.number, self.is_cold or letter.share > 0
+
+    def settle(self, new: End) -> None:
+        """Gives up a round that one of both has not begun; both go on behind the later one.
 
         Args:
-            last: number of the last round that this site had begun when it said so.
+            new: takes the place of the end if it is cold.
         """
+        assert self.told is not None
         assert self.ended is not None
-        self.done, self._said, self.ended = max(last, self.ended), None, None
+        self.done, self.end = max(self.told, self.ended), new if self.is_cold else self.end
+        self._said, self.told, self.ended, self.is_cold = None, None, None, False
 
 
 class SharedWithNeighbours(SharedGradients):
@@ -135,7 +160,7 @@ class SharedWithNeighbours(SharedGradients):
         # What all sites have now, to the bit: both ends of an edge begin from it.
         self._start = [p.detach().clone() for p in self._trained.values()]
         near = neighbours(self._method.way, comm.world_size, comm.rank)
-        self._edges = {site: self._edge(comm.sites[site]) for site in near}
+        self._edges = {site: Edge(comm.sites[site], self._end(site)) for site in near}
         most = max(m.most_bytes(self._start) for m in (self._method.how, Whole()))
         self._lines: Lines | None = None
         if near:
@@ -147,11 +172,11 @@ class SharedWithNeighbours(SharedGradients):
         self._claims = [GradientClaim(p, self, noted) for p in self._trained.values()]
         listen(self)
 
-    def _edge(self, site: Site) -> Edge:
-        """Returns an edge of which nothing is known yet."""
-        rank, other = self._at.comm.rank, int(site)
-        about = min(rank, other), max(rank, other)
-        return Edge(site, self._method.how.end(self._start, *about, is_first=rank < other))
+    def _end(self, site: int) -> End:
+        """Returns this site's end of an edge of which nothing is known yet."""
+        rank = self._at.comm.rank
+        about = min(rank, site), max(rank, site)
+        return self._method.how.end(self._start, *about, is_first=rank < site)
 
     # -- rounds -----------------------------------------------------------------------------------
 
@@ -190,9 +215,9 @@ class SharedWithNeighbours(SharedGradients):
             return set(), set(), 0.0
         for edge in self._edges.values():
             self._hear(edge, 0.0)  # what was said too late for an earlier round
-        weights, shares = Weights(list(self._trained.values())), self._shares(step)
+        weights, shares = Weights(self._params), self._shares(step)
         drawn = [self._edges[site] for site in sorted(shares)]
-        begun = [edge for edge in drawn if self._may_begin(edge)]
+        begun = [e for e in drawn if e.is_free and not self._lines.why_closed(e.site)]
         for edge in begun:
             end = Whole().end(self._start, 0, 0, is_first=True) if whole else None
             self._lines.send(edge.site, edge.say(weights, shares[edge.site], end))
@@ -201,6 +226,7 @@ class SharedWithNeighbours(SharedGradients):
             if (square := self._hear(edge, began + self._patience_s)) is not None:
                 heard.add(edge.site)
                 squares.append(square)
+        squares = [square for square in squares if math.isfinite(square)]
         if squares:
             self._distance = (sum(squares) / len(squares)) ** 0.5
         away = {edge.site for edge in drawn} - heard
@@ -213,34 +239,41 @@ class SharedWithNeighbours(SharedGradients):
         return {i + j - rank: weight for (i, j), weight in weights if rank in (i, j)}
 
     def _hear(self, edge: Edge, until: float) -> float | None:
-        """Ends a round if the neighbour's letter is there in time, and moves the weights.
+        """Reads what a neighbour says until its round is over or, in settling, both have settled.
 
         Returns:
-            The square of the distance that letters have told of; None if there was none in time.
+            The square of the distance that letters have told of; None if no round has ended.
         """
         assert self._lines is not None
-        while edge.is_waiting and edge.ended is None:
+        square = None
+        while edge.is_waiting or edge.told is not None:
+            if edge.ended is not None:
+                if edge.has_settled:
+                    edge.settle(self._end(edge.site))
+                break
             letter = self._lines.next(edge.site, until)
             if letter is None:
-                return None
+                break
             if letter.ends:
-                edge.ended = letter.number
-            elif letter.number == edge.done + 1:
-                return self._move(edge, letter)
-        return None
+                edge.hear_last_words(letter)
+            elif edge.is_waiting and letter.number == edge.done + 1:
+                square = self._move(edge, letter)
+        return square
 
     def _move(self, edge: Edge, letter: Letter) -> float:
-        gamma = self._method.how.gamma
-        share, difference = edge.hear(letter)
-        for p, d in zip(self._trained.values(), difference, strict=True):
-            p.add_(d, alpha=share * gamma)
-        return float(sum(float(d.double().square().sum()) for d in difference))
-
-    def _may_begin(self, edge: Edge) -> bool:
-        """True if a round may begin: the last one is over, and the neighbour is there."""
-        assert self._lines is not None
-        is_over = not edge.is_waiting and edge.ended is None
-        return is_over and not self._lines.why_closed(edge.site)
+        """Moves this site's weights; one of both whose weights are not finite moves nobody."""
+        try:
+            share, difference = edge.hear(letter)
+        except ValueError as error:
+            raise RuntimeError(f"Gossip: of {edge.site.called}: {error}") from error
+        square = sum(float(d.double().square().sum()) for d in difference)
+        if not math.isfinite(square):
+            near = f"{self._at.me.called} or {edge.site.called}"
+            _LOG.warning("%s has weights that are not finite: they are not averaged", near)
+            return square
+        for p, d in zip(self._params, difference, strict=True):
+            p.add_(d, alpha=share * self._method.how.gamma)
+        return square
 
     @property
     def _patience_s(self) -> float:
@@ -256,32 +289,17 @@ class SharedWithNeighbours(SharedGradients):
             cold: neighbours whose edges begin anew.
 
         Returns:
-            Neighbours of which this site does not know that they have settled, too.
+            Neighbours that have not settled in time: no round with them begins before they have.
         """
         if self._lines is None:
             return []
-        said = {site: edge.last for site, edge in self._edges.items()}
-        nothing = torch.empty(0, dtype=torch.uint8)
-        for site, last in said.items():
-            self._lines.send(site, Letter(last, float(site in cold), nothing, ends=True))
-        until, unknown = time.monotonic() + self._patience_s, list[Site]()
         for site, edge in self._edges.items():
-            anew = site in cold
-            while edge.ended is None:
-                letter = self._lines.next(site, until)
-                if letter is None:
-                    break
-                if letter.ends:
-                    edge.ended, anew = letter.number, anew or letter.share > 0
-                elif edge.is_waiting and letter.number == edge.done + 1:
-                    self._move(edge, letter)
-            if edge.ended is None:
-                unknown.append(edge.site)
-                continue
-            edge.settle(said[site])
-            if anew:
-                edge.end = self._edge(edge.site).end
-        return unknown
+            if edge.told is None:
+                self._lines.send(site, edge.last_words(cold=site in cold))
+        until = time.monotonic() + self._patience_s
+        for edge in self._edges.values():
+            self._hear(edge, until)
+        return [edge.site for edge in self._edges.values() if edge.told is not None]
 
     def level(self) -> None:
         """Ends all rounds under way, before a state is saved."""

@@ -214,6 +214,8 @@ def test_a_late_neighbour_keeps_nobody_waiting_and_what_it_missed_still_counts(n
             for p in site.model.parameters():
                 p.sub_(p.grad)
         before, took_part = site.weights(), []
+        if rank == 0:  # which waits for those that wait
+            site.session._updates._at.comm.patience_s = 10.0
         for number in range(3):
             if rank == 2 and number == 1:
                 late.wait()
@@ -237,6 +239,57 @@ def test_a_late_neighbour_keeps_nobody_waiting_and_what_it_missed_still_counts(n
     assert results[0][1] == [("site 1", "site 3")] * 3
     for *_, end in results:
         torch.testing.assert_close(flat(end), first, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["whole", "choco, largest"])
+def test_a_site_that_saves_later_than_its_neighbours_is_met_again(name):
+    """Until both have settled no round begins, so that the mean stays; then all go on."""
+    sites, late = 3, Late()
+
+    def body(rank, group):
+        method = og.Gossip("complete", METHODS[name])
+        site = Site(method, rank, group, lr=0.0, timeout=0.3)
+        differ(site.model, rank)
+        with torch.no_grad():
+            for p in site.model.parameters():
+                p.sub_(p.grad)
+        before = site.weights()
+        site.steps(0, 2)
+        if rank == 2:
+            late.wait()
+        unsettled = site.session.state_dict()["gossip"]["unsettled"]
+        apart = site.steps(2, 3).session.stats().took_part
+        if rank == 0:
+            late.go.set()
+        site.session._updates._at.comm.patience_s = 10.0
+        site.session._updates.settle()
+        site.steps(3, 5)
+        again, after = site.session.stats().took_part, site.weights()
+        site.session.detach()
+        return before, unsettled, apart, again, after
+
+    results = run_ranks(sites, body)
+    assert [unsettled for _, unsettled, *_ in results[:2]] == [[2], [2]]
+    assert [apart for _, _, apart, *_ in results[:2]] == [("site 1",), ("site 0",)]
+    near = [("site 1", "site 2"), ("site 0", "site 2"), ("site 0", "site 1")]
+    assert [again for *_, again, _ in results] == near
+    first = sum(flat(before) for before, *_ in results) / sites
+    torch.testing.assert_close(sum(flat(r[-1]) for r in results) / sites, first, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_weights_that_are_not_finite_stay_at_their_site(name):
+    def body(rank, group):
+        site = Site(og.Gossip("ring", METHODS[name]), rank, group).steps(0, 1)
+        if rank == 1:
+            with torch.no_grad():
+                site.model[0].weight[2, 3] = float("nan")
+        site.steps(1, 4)
+        finite = bool(flat(site.weights()).isfinite().all())
+        site.session.detach()
+        return finite
+
+    assert run_on_lasting_groups(4, body) == [True, False, True, True]
 
 
 def test_a_neighbour_that_ends_is_left_out_and_the_others_keep_their_mean():
