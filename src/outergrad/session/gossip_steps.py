@@ -43,26 +43,28 @@ class Edge:
     directions. So whoever is late, the sum of both sites' weights is what it was once both have
     heard each other. No new round begins before.
 
+    Sites settle before a state is saved, or a mean is formed: each says which round it has begun
+    last. Where one has begun a round more, it gives that up. Until both have said so, as often as
+    each other, no round begins, so that nothing is lost where one of them is late.
+
     Args:
         site: the neighbour.
         end: says and hears.
-
-    Sites settle before a state is saved, or a mean is formed: each says which round it has begun
-    last. Where one has begun a round more, it gives that up. Until both have said so, no round
-    begins, so that nothing is lost where one of them is late.
 
     Attributes:
         site: as the argument.
         end: as the argument.
         done: number of the last round that counts here.
-        told: number of the last round that this site said it has begun, if it settles; else None.
-        ended: likewise, that the neighbour said it has begun.
+        told: number of the last round that this site has begun, as it said when it settled.
+        unanswered: how often it has said so and the neighbour has not.
+        ended: number of the last round that the neighbour said it has begun; None if this site has
+            said so as often.
         is_cold: whether both go on from a new end, once they have settled.
     """
 
     def __init__(self, site: Site, end: End) -> None:
         self.site, self.end, self.done = site, end, 0
-        self.told: int | None = None
+        self.told = self.unanswered = 0
         self.ended: int | None = None
         self.is_cold = False
         self._said: tuple[End, Letter] | None = None
@@ -75,19 +77,14 @@ class Edge:
     @property
     def is_free(self) -> bool:
         """True if a round may begin."""
-        return not self.is_waiting and self.told is None and self.ended is None
-
-    @property
-    def has_settled(self) -> bool:
-        """True if both have said which round was their last."""
-        return self.told is not None and self.ended is not None
+        return not self.is_waiting and not self.unanswered and self.ended is None
 
     def say(self, weights: Weights, share: float, end: End | None = None) -> Letter:
         """Begins a round.
 
         Args:
             weights: of this site, now.
-            share: weight of the edge in this step.
+            share: of the difference, by which this site would move.
             end: another end for this round; None for the edge's own.
         """
         end = self.end if end is None else end
@@ -96,9 +93,9 @@ class Edge:
         return letter
 
     def hear(self, letter: Letter) -> tuple[float, list[Tensor]]:
-        """Ends a round; returns the edge's weight, and the neighbour's weights minus this site's.
+        """Ends a round; returns the share that counts, and how far the neighbour's weights are.
 
-        The sites may be at different steps of a graph that changes: the smaller weight counts.
+        The sites may be at different steps of a graph that changes: the smaller share counts.
         """
         assert self._said is not None
         end, own = self._said
@@ -109,22 +106,23 @@ class Edge:
     def last_words(self, *, cold: bool) -> Letter:
         """Begins to settle, and says which round this site has begun last."""
         self.told, self.is_cold = self.done + self.is_waiting, cold
+        self.unanswered += 1
         return Letter(self.told, float(cold), torch.empty(0, dtype=torch.uint8), ends=True)
 
     def hear_last_words(self, letter: Letter) -> None:
         """Notes which round the neighbour has begun last."""
         self.ended, self.is_cold = letter.number, self.is_cold or letter.share > 0
 
-    def settle(self, new: End) -> None:
+    def settle(self, end: End) -> None:
         """Gives up a round that one of both has not begun; both go on behind the later one.
 
         Args:
-            new: takes the place of the end if it is cold.
+            end: to go on with.
         """
-        assert self.told is not None
         assert self.ended is not None
-        self.done, self.end = max(self.told, self.ended), new if self.is_cold else self.end
-        self._said, self.told, self.ended, self.is_cold = None, None, None, False
+        self.done, self.end = max(self.told, self.ended), end
+        self._said, self.ended, self.is_cold = None, None, False
+        self.unanswered -= 1
 
 
 class SharedWithNeighbours(SharedGradients):
@@ -216,11 +214,13 @@ class SharedWithNeighbours(SharedGradients):
         for edge in self._edges.values():
             self._hear(edge, 0.0)  # what was said too late for an earlier round
         weights, shares = Weights(self._params), self._shares(step)
+        how = Whole() if whole else self._method.how
         drawn = [self._edges[site] for site in sorted(shares)]
         begun = [e for e in drawn if e.is_free and not self._lines.why_closed(e.site)]
         for edge in begun:
-            end = Whole().end(self._start, 0, 0, is_first=True) if whole else None
-            self._lines.send(edge.site, edge.say(weights, shares[edge.site], end))
+            end = how.end(self._start, 0, 0, is_first=True) if whole else None
+            share = shares[edge.site] * how.gamma
+            self._lines.send(edge.site, edge.say(weights, share, end))
         began, squares, heard = time.monotonic(), list[float](), set[Site]()
         for edge in begun:
             if (square := self._hear(edge, began + self._patience_s)) is not None:
@@ -246,11 +246,12 @@ class SharedWithNeighbours(SharedGradients):
         """
         assert self._lines is not None
         square = None
-        while edge.is_waiting or edge.told is not None:
+        while edge.is_waiting or edge.unanswered:
             if edge.ended is not None:
-                if edge.has_settled:
-                    edge.settle(self._end(edge.site))
-                break
+                if not edge.unanswered:
+                    break  # it settles, and this site will
+                edge.settle(self._end(edge.site) if edge.is_cold else edge.end)
+                continue
             letter = self._lines.next(edge.site, until)
             if letter is None:
                 break
@@ -272,7 +273,7 @@ class SharedWithNeighbours(SharedGradients):
             _LOG.warning("%s has weights that are not finite: they are not averaged", near)
             return square
         for p, d in zip(self._params, difference, strict=True):
-            p.add_(d, alpha=share * self._method.how.gamma)
+            p.add_(d, alpha=share)
         return square
 
     @property
@@ -294,12 +295,11 @@ class SharedWithNeighbours(SharedGradients):
         if self._lines is None:
             return []
         for site, edge in self._edges.items():
-            if edge.told is None:
-                self._lines.send(site, edge.last_words(cold=site in cold))
+            self._lines.send(site, edge.last_words(cold=site in cold))
         until = time.monotonic() + self._patience_s
         for edge in self._edges.values():
             self._hear(edge, until)
-        return [edge.site for edge in self._edges.values() if edge.told is not None]
+        return [edge.site for edge in self._edges.values() if edge.unanswered]
 
     def level(self) -> None:
         """Ends all rounds under way, before a state is saved."""
@@ -475,10 +475,11 @@ class SharedWithNeighbours(SharedGradients):
         """Logs once that a neighbour is away, and once that it is back."""
         gone, back = set(late) - self._late, self._late - set(late)
         me = self._at.me.called
-        if gone:
-            _LOG.warning(
-                "%s goes on without %s, which did not answer in time", me, ", ".join(sorted(gone))
-            )
+        for edge in self._edges.values():
+            if edge.site.called in gone:
+                assert self._lines is not None
+                why = self._lines.why_closed(edge.site) or "it did not answer in time"
+                _LOG.warning("%s goes on without %s: %s", me, edge.site.called, why)
         if back:
             _LOG.warning("%s hears %s again", me, ", ".join(sorted(back)))
         self._late = frozenset(late)

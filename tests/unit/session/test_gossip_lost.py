@@ -25,8 +25,9 @@ def test_a_killed_site_stops_nobody(tmp_path):
     found = [torch.load(tmp_path / f"site-{rank}.pt") for rank in range(SITES - 1)]
     then, at_end = (sum(noted[k] for noted, _ in found) / len(found) for k in (0, 1))
     torch.testing.assert_close(at_end, then, rtol=0, atol=1e-14)
-    for noted, _ in found:
+    for rank, (noted, _) in enumerate(found):
         torch.testing.assert_close(noted[1], then, rtol=1e-4, atol=1e-4)
-        assert (noted[0] - noted[1]).norm() > 1e-3
+        if rank != 1:  # the middle of a row of three is at the mean after one exchange
+            assert (noted[0] - noted[1]).norm() > 1e-3
     took_part = [took_part for _, took_part in found]
     assert took_part == [("site 1",), ("site 0", "site 2"), ("site 1",)]
