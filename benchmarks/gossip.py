@@ -1,6 +1,6 @@
 """Gossip on a ring of eight sites: rounds until they agree, and accuracy of trainings.
 
-    python benchmarks/gossip.py consensus
+    python benchmarks/gossip.py consensus [PART OF A METHOD'S NAME]
     python benchmarks/gossip.py mnist [STEPS]
 
 consensus: each site has a Gaussian matrix of 100 × 100. Prints, for each method, the rounds and the
@@ -115,10 +115,12 @@ def tuned(reduce):
     return Choco(reduce=reduce, gamma=min(GAMMAS, key=rounds))
 
 
-def consensus():
-    """Prints a row per method."""
+def consensus(wanted):
+    """Prints a row per method whose name has the text in it."""
     print("method | rounds and kB sent per site until", *SHARES, "| moved the mean by", flush=True)
     for name, found in [*POWER.items(), *CHOCO.items()]:
+        if wanted not in name:
+            continue
         method = found if name in POWER else tuned(found)
         found, moved = agree(method)
         told = [f"{one[0]}, {one[1]:.0f} kB" if one else "-" for one in found]
@@ -191,4 +193,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["mnist"]:
         mnist(int(sys.argv[2]) if len(sys.argv) > 2 else 400)
     else:
-        consensus()
+        consensus(sys.argv[2] if len(sys.argv) > 2 else "")

@@ -38,7 +38,7 @@ _RUNNING: set[_Line] = set()
 
 
 class _Line:
-    """What has come from one site: filled by a thread, which refers to nothing that uses it.
+    """One line: a thread receives what comes, and refers to nothing that uses the line.
 
     Args:
         group: of the sites.

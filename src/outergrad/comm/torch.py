@@ -17,7 +17,6 @@ from outergrad.comm.backends import USUAL_HOST, ends_with, has_backend, is_gloo,
 from outergrad.comm.board import StoreBoard
 from outergrad.comm.cost import ADDED_BYTES, RingCost
 from outergrad.comm.failure_mailbox import FailureMailbox
-from outergrad.comm.lines import GlooLines
 from outergrad.comm.pieces import (
     PiecewiseSum,
     add_as_a_ring,
@@ -45,7 +44,7 @@ from outergrad.comm.work import (
 from outergrad.core.cost import CostModel
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.core.sites import Site
-from outergrad.core.transport import Comm, Enough
+from outergrad.core.transport import Comm, Enough, Lines
 from outergrad.core.types import Link
 
 _Receives = list[tuple[dist.Work, Sequence[int]]]
@@ -404,7 +403,7 @@ class TorchComm(Comm):
                 work = self._started(RECEIVE, torch.empty(1), other, CLOSING_TAG)
                 work.wait(AN_INSTANT)
 
-    def exchange_with(self, sites: Sequence[int], number: int, most_bytes: int) -> GlooLines:
+    def exchange_with(self, sites: Sequence[int], number: int, most_bytes: int) -> Lines:
         """Opens lines to some other sites, over gloo's connections of pairs.
 
         Raises:
@@ -414,6 +413,8 @@ class TorchComm(Comm):
             raise RuntimeError(
                 "lines between pairs of sites need gloo: init_process_group('cpu:gloo,cuda:nccl')"
             )
+        from outergrad.comm.lines import GlooLines  # few sessions need it
+
         return GlooLines(self, sites, number, most_bytes)
 
     def broadcast(self, t: Tensor) -> None:

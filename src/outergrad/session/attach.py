@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,6 @@ from outergrad.core.protocols import Method, Policy, Rules
 from outergrad.core.transform import GradientTransform
 from outergrad.core.transport import Comm, Transport
 from outergrad.core.types import Link
-from outergrad.gossip.settings import Gossip
 from outergrad.layers import RULES
 from outergrad.messages.checksum import combined
 from outergrad.methods.local_steps import LocalSteps
@@ -46,7 +46,7 @@ from outergrad.session.description import describe
 from outergrad.session.drift import checksums
 from outergrad.session.elastic import refuse_to_go_on
 from outergrad.session.farewell import say_farewell
-from outergrad.session.gossip_checks import refuse_gossip
+from outergrad.session.gossip_checks import is_gossip, refuse_gossip
 from outergrad.session.handover import Handover, taken
 from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.mesh.levels import Mesh, levels_of
@@ -66,6 +66,9 @@ from outergrad.step.transport_state import (
     on_transport,
     refuse_lost,
 )
+
+if TYPE_CHECKING:
+    from outergrad.gossip.settings import Gossip
 
 
 def distribute(
@@ -237,7 +240,7 @@ def distribute(
             _settle(inspection, comm, lambda: measured_link(comm), lambda: measured_flops(comm))
             all_came(comm, combined(checksums(tensors)))
     counted, kind = Weighting(weighting), buffers or topology.buffers
-    if isinstance(method, Gossip):  # there is no step in which all could share them
+    if is_gossip(method):  # there is no step in which all could share them
         kind = "local"
     settings = Settings(
         method=repr(method),
@@ -258,7 +261,7 @@ def distribute(
         counted.watch(model)
         session.watch(model, inspection.watch)
     say_farewell(comm, agreed)
-    if comm.board is not None and not isinstance(method, Gossip):  # which waits for no other site
+    if comm.board is not None and not is_gossip(method):  # which waits for no other site
         on_transport(comm.key).watch(comm)
     if handed_over is not None:
         session.take(handed_over)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from outergrad.core.transport import Comm
-from outergrad.gossip.graphs import refuse_disconnected
-from outergrad.gossip.settings import Gossip
+
+if TYPE_CHECKING:
+    from outergrad.gossip.settings import Gossip
+
+
+def is_gossip(method: Any) -> TypeGuard[Gossip]:
+    """True for `og.Gossip`; loads none of its files for a session of another method."""
+    home = sys.modules.get("outergrad.gossip.settings")
+    return home is not None and isinstance(method, home.Gossip)
 
 
 def refuse_gossip(method: Any, comm: Comm, **settings: Any) -> None:
@@ -21,8 +29,10 @@ def refuse_gossip(method: Any, comm: Comm, **settings: Any) -> None:
     Raises:
         ValueError: they cannot; names why, and the remedy.
     """
-    if not isinstance(method, Gossip):
+    if not is_gossip(method):
         return
+    from outergrad.gossip.graphs import refuse_disconnected
+
     refuse_disconnected(method.way, comm.world_size)
     first = next(_problems(comm, settings), None)
     if first is not None:

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from outergrad.comm.agree import agree, broadcast_all
 from outergrad.core.protocols import Rules
 from outergrad.core.transport import Comm, Transport
-from outergrad.gossip.settings import Gossip
 from outergrad.methods.dense import Dense
 from outergrad.methods.local_steps import LocalSteps
 from outergrad.session.description import shared_tensors
 from outergrad.session.fragments import streamed
-from outergrad.session.gossip_steps import SharedWithNeighbours
+from outergrad.session.gossip_checks import is_gossip
 from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings
@@ -50,7 +49,7 @@ class Topology:
         """
         if isinstance(method, LocalSteps):
             return streamed(inspect(model, method.method, {}), method)
-        if isinstance(method, Gossip):
+        if is_gossip(method):
             return inspect(model, Dense(), {})
         return inspect(model, method, rules, by_sample=by_sample)
 
@@ -74,7 +73,9 @@ class Topology:
         if isinstance(method, LocalSteps):
             changes = SharedChanges(inspection, method)
             return Session(changes.inspection, self.site, agreed, settings, updates=changes)
-        if isinstance(method, Gossip):
+        if is_gossip(method):
+            from outergrad.session.gossip_steps import SharedWithNeighbours
+
             near = SharedWithNeighbours(inspection, method)
             return Session(near.inspection, self.site, agreed, settings, updates=near)
         return Session(inspection, self.site, agreed, settings)
