@@ -1,7 +1,7 @@
 """Gossip on a ring of eight sites: rounds until they agree, and accuracy of trainings.
 
     python benchmarks/gossip.py consensus [PART OF A METHOD'S NAME]
-    python benchmarks/gossip.py mnist [STEPS]
+    python benchmarks/gossip.py mnist [STEPS [PART OF WAY AND METHOD, as "split, power"]]
 
 consensus: each site has a Gaussian matrix of 100 × 100. Prints, for each method, the rounds and the
 bytes that a site has sent until the distance from the mean is a share of what it was, and how far
@@ -139,8 +139,8 @@ TRAININGS = {
 }
 
 
-def mnist(steps):
-    """Prints a row per method and way of dealing."""
+def mnist(steps, wanted):
+    """Prints a row per method and way of dealing whose names have the text in them."""
     data = load("mnist", Path(os.environ.get("OUTERGRAD_DATA", "../shared/data")))
     images, labels = data.x_train.flatten(1), data.y_train
     test = data.x_test.flatten(1), data.y_test
@@ -153,6 +153,8 @@ def mnist(steps):
     print("data | method | accuracy of the mean | of the sites, least to most | bytes per step")
     for way, rows in dealt.items():
         for name, method in TRAININGS.items():
+            if wanted not in f"{way}, {name}":
+                continue
             about = method, start, (images, labels), rows, test, steps
             found = simulate(partial(_train, *about), SITES)
             means, alone, sent = zip(*found, strict=True)
@@ -190,7 +192,8 @@ def _seeded(seed):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["mnist"]:
-        mnist(int(sys.argv[2]) if len(sys.argv) > 2 else 400)
+    kind, *more = sys.argv[1:] or ["consensus"]
+    if kind == "mnist":
+        mnist(int(more[0]) if more else 300, more[1] if len(more) > 1 else "")
     else:
-        consensus(sys.argv[2] if len(sys.argv) > 2 else "")
+        consensus(more[0] if more else "")
