@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from outergrad._version import __version__
 
 if TYPE_CHECKING:
-    from outergrad import events, optim, private, report, transforms, wire
+    from outergrad import events, gossip, optim, private, report, transforms, wire
     from outergrad.checkpoint import Checkpoints, DCPState, Restored
     from outergrad.comm.process_group import TorchDistributed
     from outergrad.core.errors import (
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from outergrad.core.sent import Sent, Tap
     from outergrad.core.transform import GradientTransform, SampleRows, SiteGradient
     from outergrad.core.types import Call, Factors, Part, Slot
+    from outergrad.gossip.settings import Gossip
     from outergrad.layers import RULES
     from outergrad.methods.auto.chooser import Auto
     from outergrad.methods.dad import DAD
@@ -61,6 +62,7 @@ __all__ = [
     "DriftError",
     "Factors",
     "FileTap",
+    "Gossip",
     "GradientTransform",
     "Local",
     "LocalSteps",
@@ -89,6 +91,7 @@ __all__ = [
     "__version__",
     "distribute",
     "events",
+    "gossip",
     "nesterov",
     "optim",
     "private",
@@ -111,6 +114,7 @@ _HOMES = {
     "core.sent": ("Sent", "Tap"),
     "core.transform": ("GradientTransform", "SampleRows", "SiteGradient"),
     "core.types": ("Call", "Factors", "Part", "Slot"),
+    "gossip.settings": ("Gossip",),
     "layers": ("RULES",),
     "methods.auto.chooser": ("Auto",),
     "methods.dad": ("DAD",),
@@ -132,7 +136,7 @@ _HOMES = {
     "session.session": ("Session",),
     "star.transport": ("Star",),
 }
-_MODULES = ("events", "optim", "private", "report", "transforms", "wire")
+_MODULES = ("events", "gossip", "optim", "private", "report", "transforms", "wire")
 
 
 def __getattr__(name: str) -> Any:

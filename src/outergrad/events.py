@@ -285,6 +285,8 @@ class Exchange:
     """An exchange of `og.LocalSteps(quorum=...)`: who took part in it, and who was late.
 
     Recorders receive it whatever their `every`. A late site reports the exchange when it arrives.
+    With `og.Gossip` it is one of a site and its neighbours, and comes in steps that are recorded,
+    and whenever a neighbour goes away or is back.
 
     Attributes:
         rank: rank of this site.

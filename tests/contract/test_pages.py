@@ -23,7 +23,7 @@ from written import ALL, Block, blocks
 
 NAMES = """
 index first-steps two-machines which-method is-it-faster train accumulate unequal-data checkpoints
-when-a-site-fails privacy
+when-a-site-fails privacy gossip
 """
 PAGES = [REPOSITORY / "README.md", *(REPOSITORY / "docs" / f"{n}.md" for n in NAMES.split())]
 """Those that promise to run."""

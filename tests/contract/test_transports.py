@@ -18,7 +18,7 @@ from outergrad.comm.mirror import MirrorComm
 from outergrad.comm.process_group import TorchDistributed
 from outergrad.comm.trace import Tracer
 from outergrad.core.errors import ExchangeError, Failure
-from outergrad.core.transport import Comm
+from outergrad.core.transport import Comm, Letter
 from ranks import run_ranks
 from stars import comms_on_star
 
@@ -99,6 +99,30 @@ def test_all_reduce_sums_in_place_to_the_same_bits(run, sites, dtype):
     if run in IN_UNITS:
         rounding += torch.finfo(dtype).eps / 2 * expected.abs().max()
     assert ((found[0].double() - expected).abs() <= sites * rounding).all()
+
+
+def test_lines_bring_letters_to_one_site_alone_or_are_refused(run, sites):
+    def body(comm):
+        others = [site for site in range(sites) if site != comm.rank]
+        if not comm.has_lines:
+            with pytest.raises(RuntimeError, match="no lines between pairs of sites"):
+                comm.exchange_with(others, 1, 100)
+            return None
+        lines = comm.exchange_with(others, 1, 100)
+        for site in others:
+            content = torch.tensor([comm.rank, site], dtype=torch.uint8)
+            lines.send(site, Letter(7, 0.1, content))
+        until = time.monotonic() + 20.0
+        letters = {site: lines.next(site, until) for site in others}
+        lines.close()
+        return {
+            site: (one.number, one.share, *one.content.tolist()) for site, one in letters.items()
+        }
+
+    for rank, found in enumerate(run(sites, body)):
+        if found is not None:
+            assert found == {site: (7, 0.1, site, rank) for site in range(sites) if site != rank}
+    assert run is not on_torch or found is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32])

@@ -44,7 +44,7 @@ from outergrad.comm.work import (
 from outergrad.core.cost import CostModel
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.core.sites import Site
-from outergrad.core.transport import Comm, Enough
+from outergrad.core.transport import Comm, Enough, Lines
 from outergrad.core.types import Link
 
 _Receives = list[tuple[dist.Work, Sequence[int]]]
@@ -90,6 +90,7 @@ class TorchComm(Comm):
         """Bytes that were broadcast before the link was measured: what sites share of the model."""
         self._store: Store | None = None
         self._is_gloo = is_gloo(group)
+        self.has_lines = is_gloo(group)
         self._posted: dict[int, deque[_Receiving]] = {}
         """Receives that no exchange has taken yet, by tag."""
         self._host = torch.device("cpu") if has_backend(group, "cpu") else device
@@ -401,6 +402,20 @@ class TorchComm(Comm):
             with suppress(ExchangeError), transport():
                 work = self._started(RECEIVE, torch.empty(1), other, CLOSING_TAG)
                 work.wait(AN_INSTANT)
+
+    def exchange_with(self, sites: Sequence[int], number: int, most_bytes: int) -> Lines:
+        """Opens lines to some other sites, over gloo's connections of pairs.
+
+        Raises:
+            RuntimeError: the group has no gloo backend.
+        """
+        if not self.has_lines:
+            raise RuntimeError(
+                "lines between pairs of sites need gloo: init_process_group('cpu:gloo,cuda:nccl')"
+            )
+        from outergrad.comm.lines import GlooLines  # few sessions need it
+
+        return GlooLines(self, sites, number, most_bytes)
 
     def broadcast(self, t: Tensor) -> None:
         """Overwrites t with rank 0's."""

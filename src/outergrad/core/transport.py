@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence, Set
 from enum import Enum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -73,6 +73,49 @@ class Notes(Protocol):
 
     def stay(self, sites: Sequence[int]) -> None:
         """Waits for a short time until these sites have read this site's report."""
+        ...
+
+
+class Letter(NamedTuple):
+    """A message of one site to another alone.
+
+    Attributes:
+        number: what its sender has numbered it with.
+        share: a number of the sender's, such as a weight.
+        content: bytes, on the host, (n,) uint8.
+        ends: whether the sender has nothing more to say in the exchange at hand.
+    """
+
+    number: int
+    share: float
+    content: Tensor
+    ends: bool = False
+
+
+class Lines(Protocol):
+    """Lines to some other sites, each in order and by itself: no site waits for a third one."""
+
+    def send(self, site: int, letter: Letter) -> None:
+        """Starts to send a letter; one to a site that is gone is dropped."""
+        ...
+
+    def next(self, site: int, until: float) -> Letter | None:
+        """Returns the next letter of a site; None if none has come until then, or none can.
+
+        A letter that comes later is not lost: the next call returns it.
+
+        Args:
+            site: its rank.
+            until: by the monotonic clock.
+        """
+        ...
+
+    def why_closed(self, site: int) -> str:
+        """Returns why a site will never send anything more; "" while it may."""
+        ...
+
+    def close(self) -> None:
+        """Says goodbye to the other sites, after all that was sent."""
         ...
 
 
@@ -298,6 +341,24 @@ class Comm(Protocol):
             sizes: the agreed length of each site's part for this one.
         """
         ...
+
+    has_lines: bool = False
+    """True if `exchange_with` works here."""
+
+    def exchange_with(self, sites: Sequence[int], number: int, most_bytes: int) -> Lines:
+        """Opens lines to some other sites alone: no other site takes part, nor is waited for.
+
+        Both ends of a line open it, at the same point of the program.
+
+        Args:
+            sites: the neighbours' ranks.
+            number: of the lines, as a session's; no earlier ones of the transport have it.
+            most_bytes: largest content of a letter; a longer one closes its line.
+
+        Raises:
+            RuntimeError: the transport has no lines.
+        """
+        raise RuntimeError(f"{type(self).__name__} has no lines between pairs of sites")
 
     def broadcast(self, t: Tensor) -> None:
         """Overwrites t with rank 0's."""

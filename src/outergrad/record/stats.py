@@ -125,10 +125,15 @@ class Stats:
         wait_s: seconds in the last step in which the training thread waited for other sites.
         layers: statistics of the last step, by full name of a weight, another parameter or a block.
         exchanges: number of exchanges so far with `og.LocalSteps(quorum=...)`, also of those that
-            this site was late for, since the session began or a state was loaded; else 0.
-        took_part: sites that took part in the last of these, by name, or as "site 0".
+            this site was late for, since the session began or a state was loaded; or of exchanges
+            with neighbours, with `og.Gossip`; else 0.
+        took_part: sites that took part in the last of these, by name, or as "site 0"; with
+            `og.Gossip` the neighbours that were heard.
         private_steps: steps that the ledger of `og.Private` has counted, discarded ones included;
             0 without a ledger.
+        neighbour_distance: with `og.Gossip`, root mean square over the neighbours heard of the
+            Euclidean distance between this site's weights and theirs, before the last exchange
+            moved them, as far as its letters told of it; else 0.
     """
 
     step: int = 0
@@ -142,6 +147,7 @@ class Stats:
     exchanges: int = 0
     took_part: tuple[str, ...] = ()
     private_steps: int = 0
+    neighbour_distance: float = 0.0
 
     def counted(self, steps: int) -> Stats:
         """Returns the same, with so many steps in the ledger of privacy."""

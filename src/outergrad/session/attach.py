@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,7 @@ from outergrad.session.description import describe
 from outergrad.session.drift import checksums
 from outergrad.session.elastic import refuse_to_go_on
 from outergrad.session.farewell import say_farewell
+from outergrad.session.gossip_checks import is_gossip, refuse_gossip
 from outergrad.session.handover import Handover, taken
 from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.mesh.levels import Mesh, levels_of
@@ -67,10 +69,13 @@ from outergrad.step.transport_state import (
     refuse_lost,
 )
 
+if TYPE_CHECKING:
+    from outergrad.gossip.settings import Gossip
+
 
 def distribute(
     model: nn.Module,
-    method: Method | Policy | LocalSteps | None = None,
+    method: Method | Policy | LocalSteps | Gossip | None = None,
     *,
     group: dist.ProcessGroup | None = None,
     mesh: Mesh | None = None,
@@ -106,7 +111,7 @@ def distribute(
             star whose sites go on without others, the default is `og.DAD()`. `og.PerLayer({...})`
             gives each part of the model its own method, `og.Local()` keeps a part unshared.
             `og.LocalSteps(k)` shares how k steps of each site have changed the weights, instead of
-            gradients.
+            gradients. `og.Gossip(graph)` averages weights between neighbours, without a centre.
         group: process group of the sites; the default group if None.
         mesh: instead of a group, sites of several ranks: a `DeviceMesh` with the dimensions "site"
             and "local". The gradients of a site's ranks are pooled before they travel, so that
@@ -196,6 +201,17 @@ def distribute(
         recorders = recorders_of(recorder)
         check_transform(transform)
         refuse_tap(tap, mesh)
+        refuse_gossip(
+            method,
+            comm,
+            mesh=mesh,
+            transform=transform,
+            tap=tap,
+            max_bad_steps=max_bad_steps,
+            weighting=weighting,
+            buffers=buffers,
+            verify_every=verify_every,
+        )
         by_sample = transform is not None and transform.needs_samples
         captured = capturing(method, transform)
         inspection = topology.look_at(model, captured, rules, by_sample=by_sample)
@@ -240,6 +256,8 @@ def distribute(
 
         comm.tap = guarded = GuardedTap(tap)
     counted, kind = Weighting(weighting), buffers or topology.buffers
+    if is_gossip(method):  # there is no step in which all could share them
+        kind = "local"
     settings = Settings(
         method=repr(method),
         lines=lines,
@@ -262,7 +280,7 @@ def distribute(
         counted.watch(model)
         session.watch(model, inspection.watch)
     say_farewell(comm, agreed)
-    if comm.board is not None:
+    if comm.board is not None and not is_gossip(method):  # which waits for no other site
         on_transport(comm.key).watch(comm)
     if handed_over is not None:
         session.take(handed_over)

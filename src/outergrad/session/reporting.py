@@ -81,6 +81,7 @@ class Reporter:
         self._rank, self._sites, self._method = rank, sites, method
         self._model, self._layers = model, LayerEvents(rank, model, compressors, every)
         self._told_s, self._steps = 0.0, 0
+        self._late: tuple[str, ...] = ()
         self._noise = RecentNoise()
         self._name, self._took_part = "", ()
         self._ending = Ending(self)
@@ -147,6 +148,20 @@ class Reporter:
                 layers = list(self._layers.alone(step, reading))
                 reading.end()
                 self._tell_all(layers, step, stats)
+                self._disclose(step)
+
+    def gossip(self, stats: Stats, late: tuple[str, ...]) -> None:
+        """Reports an exchange with neighbours: who was heard, and how far away they were."""
+        with self._careful():
+            step = stats.step - 1
+            self._take_time(stats)
+            self._begin(step)
+            if self._due(step) or late != self._late:
+                self.exchange(step, step, stats.took_part, late)
+                self.log(step, {"neighbour_distance": stats.neighbour_distance})
+                self._late = late
+            if self._due(step):
+                self._tell_all([], step, stats)
                 self._disclose(step)
 
     def _disclose(self, step: int) -> None:

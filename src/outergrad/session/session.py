@@ -325,6 +325,25 @@ class Session:
             self._elastic.require_group()
             self._barrier.settle()
 
+    def average(self, rounds: int | None = None) -> None:
+        """Makes the weights of all sites their mean, with `og.Gossip`: at the end of training.
+
+        Call it on every site, after the same number of steps. Buffers, as running statistics of
+        norms, stay each site's own. Training may go on afterwards.
+
+        Args:
+            rounds: None for the mean of all sites, by one all-reduce, equal to the bit. A number n
+                for so many uncompressed exchanges with neighbours, which bring sites near to the
+                mean: choose it where a site is gone, and no exchange of all is possible.
+
+        Raises:
+            SiteLostError: without `rounds`, a site is gone.
+            RuntimeError: likewise, a neighbour does not answer; or the method is not `og.Gossip`.
+            ValueError: `rounds` is no whole number, 1 or more.
+        """
+        if self._at.attached:
+            self._updates.average(rounds)
+
     def stepped(self) -> bool:
         """Counts, with `og.LocalSteps`, a step that no `torch.optim` optimizer of the model made.
 

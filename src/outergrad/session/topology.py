@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from outergrad.comm.agree import agree, broadcast_all
 from outergrad.core.protocols import Rules
 from outergrad.core.transport import Comm, Transport
+from outergrad.methods.dense import Dense
 from outergrad.methods.local_steps import LocalSteps
 from outergrad.session.description import shared_tensors
 from outergrad.session.fragments import streamed
+from outergrad.session.gossip_checks import is_gossip
 from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings
@@ -40,13 +42,15 @@ class Topology:
     def look_at(
         self, model: nn.Module, method: Any, rules: Rules, *, by_sample: bool = False
     ) -> Inspection:
-        """Inspects the model; for `og.LocalSteps` without rules, as weight changes have no factors.
+        """Inspects the model; without rules where weights travel, which have no factors.
 
         Raises:
             ValueError: the model or the method cannot be used.
         """
         if isinstance(method, LocalSteps):
             return streamed(inspect(model, method.method, {}), method)
+        if is_gossip(method):
+            return inspect(model, Dense(), {})
         return inspect(model, method, rules, by_sample=by_sample)
 
     def refuse_settings(self, **settings: Any) -> None:
@@ -69,6 +73,11 @@ class Topology:
         if isinstance(method, LocalSteps):
             changes = SharedChanges(inspection, method)
             return Session(changes.inspection, self.site, agreed, settings, updates=changes)
+        if is_gossip(method):
+            from outergrad.session.gossip_steps import SharedWithNeighbours
+
+            near = SharedWithNeighbours(inspection, method)
+            return Session(near.inspection, self.site, agreed, settings, updates=near)
         return Session(inspection, self.site, agreed, settings)
 
 

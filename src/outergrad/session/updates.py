@@ -81,6 +81,17 @@ class SharedGradients:
     def flush(self, *, whole: bool) -> None:
         """Shares what is left to share."""
 
+    def average(self, rounds: int | None) -> None:
+        """Makes the weights of all sites their mean, with `og.Gossip`.
+
+        Raises:
+            RuntimeError: sites do not differ all through the training.
+        """
+        raise RuntimeError(
+            "session.average() is for og.Gossip: with other methods all sites have the same "
+            "weights, with og.LocalSteps after session.flush()"
+        )
+
     def level(self) -> None:
         """Waits, before a state is saved, until all sites know of the same exchanges."""
 

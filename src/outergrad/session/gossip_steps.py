@@ -1,0 +1,490 @@
+"""Steps of `og.Gossip`: a site averages its weights with its neighbours' alone."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from outergrad.capture.claims import GradientClaim
+from outergrad.capture.optimizer_steps import SAID, StepCounter, ignore, listen
+from outergrad.capture.uncounted import UncountedUpdates
+from outergrad.core.sites import Site, called
+from outergrad.core.transport import Letter, Lines
+from outergrad.core.types import StateDict
+from outergrad.gossip.ends import End, Weights, Whole
+from outergrad.gossip.graphs import neighbours
+from outergrad.gossip.mixing import metropolis
+from outergrad.gossip.settings import Gossip
+from outergrad.record.coverage import Coverage, Travel
+from outergrad.record.stats import Since
+from outergrad.session.core import Core
+from outergrad.session.elastic import Elastic
+from outergrad.session.failure import FailureHandler
+from outergrad.session.inspect import Inspection
+from outergrad.session.loop import BackwardLoop
+from outergrad.session.updates import SharedGradients
+from outergrad.step.cadence import Share
+
+_LOG = logging.getLogger("outergrad")
+
+
+class Edge:
+    """This site's end of the edge to one neighbour: a sequence of rounds.
+
+    A round counts here once both letters are there: what this site said, and what the neighbour
+    did. It counts at the neighbour in the same way, and moves both by the same amount in opposite
+    directions. So whoever is late, the sum of both sites' weights is what it was once both have
+    heard each other. No new round begins before.
+
+    Sites settle before a state is saved, or a mean is formed: each says which round it has begun
+    last. Where one has begun a round more, it gives that up. Until both have said so, as often as
+    each other, no round begins, so that nothing is lost where one of them is late.
+
+    Args:
+        site: the neighbour.
+        end: says and hears.
+
+    Attributes:
+        site: as the argument.
+        end: as the argument.
+        done: number of the last round that counts here.
+        told: number of the last round that this site has begun, as it said when it settled.
+        unanswered: how often it has said so and the neighbour has not.
+        ended: number of the last round that the neighbour said it has begun; None if this site has
+            said so as often.
+        is_cold: whether both go on from a new end, once they have settled.
+    """
+
+    def __init__(self, site: Site, end: End) -> None:
+        self.site, self.end, self.done = site, end, 0
+        self.told = self.unanswered = 0
+        self.ended: int | None = None
+        self.is_cold = False
+        self._said: tuple[End, Letter] | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if this site has said something and heard nothing yet."""
+        return self._said is not None
+
+    @property
+    def is_free(self) -> bool:
+        """True if a round may begin."""
+        return not self.is_waiting and not self.unanswered and self.ended is None
+
+    def say(self, weights: Weights, share: float, end: End | None = None) -> Letter:
+        """Begins a round.
+
+        Args:
+            weights: of this site, now.
+            share: of the difference, by which this site would move.
+            end: another end for this round; None for the edge's own.
+        """
+        end = self.end if end is None else end
+        letter = Letter(self.done + 1, share, end.say(weights))
+        self._said = end, letter
+        return letter
+
+    def hear(self, letter: Letter) -> tuple[float, list[Tensor]]:
+        """Ends a round; returns the share that counts, and how far the neighbour's weights are.
+
+        The sites may be at different steps of a graph that changes: the smaller share counts.
+        """
+        assert self._said is not None
+        end, own = self._said
+        difference = end.hear(own.content, letter.content)
+        self._said, self.done = None, self.done + 1
+        return min(own.share, letter.share), difference
+
+    def last_words(self, *, cold: bool) -> Letter:
+        """Begins to settle, and says which round this site has begun last."""
+        self.told, self.is_cold = self.done + self.is_waiting, cold
+        self.unanswered += 1
+        return Letter(self.told, float(cold), torch.empty(0, dtype=torch.uint8), ends=True)
+
+    def hear_last_words(self, letter: Letter) -> None:
+        """Notes which round the neighbour has begun last."""
+        self.ended, self.is_cold = letter.number, self.is_cold or letter.share > 0
+
+    def settle(self, end: End) -> None:
+        """Gives up a round that one of both has not begun; both go on behind the later one.
+
+        Args:
+            end: to go on with.
+        """
+        assert self.ended is not None
+        self.done, self.end = max(self.told, self.ended), end
+        self._said, self.ended, self.is_cold = None, None, False
+        self.unanswered -= 1
+
+
+class SharedWithNeighbours(SharedGradients):
+    """Weights are averaged with neighbours after steps of the user's optimizers: `og.Gossip`.
+
+    The user's backward passes share nothing, and no exchange is one of all sites.
+
+    Args:
+        inspection: of the model.
+        method: says who talks with whom, and how often.
+
+    Attributes:
+        inspection: as the argument, with placeholders as its parameters: they take no memory, and
+            no backward ever reaches them.
+    """
+
+    follows_nodes, are_own = False, True
+
+    def __init__(self, inspection: Inspection, method: Gossip) -> None:
+        self._trained, self._method = dict(inspection.model.params), method
+        places = {name: _placeholder(p) for name, p in self._trained.items()}
+        self.inspection = replace(inspection, model=replace(inspection.model, params=places))
+        self._number, self._distance, self._begun = 0, 0.0, False
+        self._late = frozenset[str]()
+
+    def attach(
+        self, core: Core, failure: FailureHandler, elastic: Elastic, loop: BackwardLoop
+    ) -> None:
+        """Opens lines to the neighbours, and listens to the user's optimizers."""
+        self._core, self._unsettled = core, list[Site]()
+        self._at, self._reporter = core.at, core.reporter
+        self._failure, self._elastic, comm = failure, elastic, core.at.comm
+        # What all sites have now, to the bit: both ends of an edge begin from it.
+        self._start = [p.detach().clone() for p in self._trained.values()]
+        near = neighbours(self._method.way, comm.world_size, comm.rank)
+        self._edges = {site: Edge(comm.sites[site], self._end(site)) for site in near}
+        most = max(m.most_bytes(self._start) for m in (self._method.how, Whole()))
+        self._lines: Lines | None = None
+        if near:
+            self._lines = comm.exchange_with(near, core.at.number, most)
+        self.counter = StepCounter(self._trained, self._method.every)
+        told_of = (lambda: None, self._refuse_uncounted)
+        self._uncounted = UncountedUpdates(self._trained, self._method.every, *told_of)
+        noted = self._uncounted.on_gradient
+        self._claims = [GradientClaim(p, self, noted) for p in self._trained.values()]
+        listen(self)
+
+    def _end(self, site: int) -> End:
+        """Returns this site's end of an edge of which nothing is known yet."""
+        rank = self._at.comm.rank
+        about = min(rank, site), max(rank, site)
+        return self._method.how.end(self._start, *about, is_first=rank < site)
+
+    # -- rounds -----------------------------------------------------------------------------------
+
+    def _exchange(self) -> None:
+        """Averages with the neighbours, in as many rounds as the method says."""
+        self._refuse_converted()
+        since, waited_s = Since(self._at.comm), 0.0
+        heard, away = set[Site](), set[Site]()
+        for index in range(self._method.rounds):
+            found = self._round(self._number * self._method.rounds + index)
+            heard |= found[0]
+            away |= found[1]
+            waited_s += found[2]
+        self._number += 1
+        self.counter.restart()
+        took_part = tuple(site.called for site in sorted(heard - away))
+        more = {"wait_s": waited_s, "exchanges": self._number, "took_part": took_part}
+        stats = since.stats(self._number, neighbour_distance=self._distance, **more)
+        self._at.stats = stats
+        late = tuple(site.called for site in sorted(away))
+        self._tell(late)
+        self._reporter.gossip(stats, late)
+
+    @torch.no_grad()
+    def _round(self, step: int, *, whole: bool = False) -> tuple[set[Site], set[Site], float]:
+        """Exchanges once with the neighbours of a step.
+
+        Args:
+            step: of the graph.
+            whole: whether all weights travel, whatever the method is.
+
+        Returns:
+            The neighbours that were heard, those that were not, and the seconds of waiting.
+        """
+        if self._lines is None:
+            return set(), set(), 0.0
+        for edge in self._edges.values():
+            self._hear(edge, 0.0)  # what was said too late for an earlier round
+        weights, shares = Weights(self._params), self._shares(step)
+        how = Whole() if whole else self._method.how
+        drawn = [self._edges[site] for site in sorted(shares)]
+        begun = [e for e in drawn if e.is_free and not self._lines.why_closed(e.site)]
+        for edge in begun:
+            end = how.end(self._start, 0, 0, is_first=True) if whole else None
+            share = shares[edge.site] * how.gamma
+            self._lines.send(edge.site, edge.say(weights, share, end))
+        began, squares, heard = time.monotonic(), list[float](), set[Site]()
+        for edge in begun:
+            if (square := self._hear(edge, began + self._patience_s)) is not None:
+                heard.add(edge.site)
+                squares.append(square)
+        squares = [square for square in squares if math.isfinite(square)]
+        if squares:
+            self._distance = (sum(squares) / len(squares)) ** 0.5
+        away = {edge.site for edge in drawn} - heard
+        return heard, away, time.monotonic() - began
+
+    def _shares(self, step: int) -> dict[int, float]:
+        """Returns the neighbours of a step, with the weights of their edges."""
+        rank, sites = self._at.comm.rank, self._at.comm.world_size
+        weights = metropolis(self._method.way.edges(sites, step)).items()
+        return {i + j - rank: weight for (i, j), weight in weights if rank in (i, j)}
+
+    def _hear(self, edge: Edge, until: float) -> float | None:
+        """Reads what a neighbour says until its round is over or, in settling, both have settled.
+
+        Returns:
+            The square of the distance that letters have told of; None if no round has ended.
+        """
+        assert self._lines is not None
+        square = None
+        while edge.is_waiting or edge.unanswered:
+            if edge.ended is not None:
+                if not edge.unanswered:
+                    break  # it settles, and this site will
+                edge.settle(self._end(edge.site) if edge.is_cold else edge.end)
+                continue
+            letter = self._lines.next(edge.site, until)
+            if letter is None:
+                break
+            if letter.ends:
+                edge.hear_last_words(letter)
+            elif edge.is_waiting and letter.number == edge.done + 1:
+                square = self._move(edge, letter)
+        return square
+
+    def _move(self, edge: Edge, letter: Letter) -> float:
+        """Moves this site's weights; one of both whose weights are not finite moves nobody."""
+        try:
+            share, difference = edge.hear(letter)
+        except ValueError as error:
+            raise RuntimeError(f"Gossip: of {edge.site.called}: {error}") from error
+        square = sum(float(d.double().square().sum()) for d in difference)
+        if not math.isfinite(square):
+            near = f"{self._at.me.called} or {edge.site.called}"
+            _LOG.warning("%s has weights that are not finite: they are not averaged", near)
+            return square
+        for p, d in zip(self._params, difference, strict=True):
+            p.add_(d, alpha=share)
+        return square
+
+    @property
+    def _patience_s(self) -> float:
+        return self._at.comm.patience_s
+
+    # -- between two steps ------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def settle(self, cold: Sequence[int] = ()) -> list[Site]:
+        """Ends all rounds that both ends have begun, and gives up all others; called on all sites.
+
+        Args:
+            cold: neighbours whose edges begin anew.
+
+        Returns:
+            Neighbours that have not settled in time: no round with them begins before they have.
+        """
+        if self._lines is None:
+            return []
+        for site, edge in self._edges.items():
+            self._lines.send(site, edge.last_words(cold=site in cold))
+        until = time.monotonic() + self._patience_s
+        for edge in self._edges.values():
+            self._hear(edge, until)
+        return [edge.site for edge in self._edges.values() if edge.unanswered]
+
+    def level(self) -> None:
+        """Ends all rounds under way, before a state is saved."""
+        self._unsettled = self.settle()
+
+    @torch.no_grad()
+    def average(self, rounds: int | None) -> None:
+        """Makes the weights of all sites their mean; with `rounds`, nearly so, by neighbours alone.
+
+        Raises:
+            SiteLostError: without `rounds`, a site is gone.
+            ValueError: `rounds` is no number of rounds.
+        """
+        if rounds is not None and (type(rounds) is not int or rounds < 1):
+            raise ValueError(f"session.average(rounds={rounds!r}): use a whole number, 1 or more")
+        if self._begun and self.counter.any_made:
+            self._exchange()
+        unknown = self.settle()
+        if rounds is not None:
+            first = self._number * self._method.rounds
+            for step in range(first, first + rounds):
+                self._round(step, whole=True)
+            return
+        if unknown:
+            raise RuntimeError(
+                f"session.average(): {called(unknown)} did not answer, so that there is no mean of "
+                f"all sites: call session.average(rounds=n) on those that are left"
+            )
+        self._average_all()
+        self._uncounted.restart()
+
+    def _average_all(self) -> None:
+        self._elastic.require_group()
+        comm = self._at.comm
+        with self._failure.guard_between("the mean of all sites"):
+            sums = [p.detach().clone(memory_format=torch.contiguous_format) for p in self._params]
+            works = [comm.all_reduce(t.view(-1)) for t in sums]
+            for work in works:
+                work.wait()
+        for p, total in zip(self._params, sums, strict=True):
+            p.copy_(total.div_(comm.world_size))
+
+    @property
+    def _params(self) -> list[nn.Parameter]:
+        return list(self._trained.values())
+
+    # -- what users call --------------------------------------------------------------------------
+
+    def next_share(self) -> Share:
+        """Returns what a shared step would be about: there is none."""
+        return self._core.exchange.whole
+
+    def forget_gradients(self) -> None:
+        """Keeps all: gradients are the site's own."""
+
+    def flush(self, *, whole: bool) -> None:
+        """Makes the weights of all sites their mean: at the end of a training."""
+        self.average(None)
+
+    def stepped(self) -> bool:
+        """Counts a step that no optimizer of the model made; True if weights have changed."""
+        self._begun = True
+        return self._count(SAID)
+
+    def refuse_join(self) -> None:
+        """Raises: an exchange follows steps of each site, and one that has run out makes none.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "session.join(): Gossip goes by the steps of each site's own optimizer, and neighbours "
+            "go on without a site that makes none: leave the join out"
+        )
+
+    def refuse_make_equal(self) -> None:
+        """Raises: sites differ all the time.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "session.make_equal(): with Gossip every site has weights of its own: call "
+            "session.average() on every site, which gives all of them the mean"
+        )
+
+    def explained(self, lines: Coverage) -> Coverage:
+        """Says of each parameter that the site's weights travel, to whom, and how often."""
+        return Coverage(tuple(map(self._explained, lines)))
+
+    def _explained(self, line: Travel) -> Travel:
+        if line.parameter not in self._trained or not self._edges:
+            return line
+        k = self._method.every
+        often = "every step" if k == 1 else f"every {k} steps"
+        near = called([edge.site for edge in self._edges.values()])
+        travels = self._method.how.travels(self._trained[line.parameter])
+        why = f"this site's weights, {often}, to {near} alone"
+        return replace(line, travels=travels, why=why, reveals=f"this site's weights, to {near}")
+
+    def state(self) -> StateDict:
+        """Returns what is known at this site's ends of the edges."""
+        unsettled = [int(site) for site in self._unsettled]
+        edges = {site: {"done": e.done, "end": e.end.state()} for site, e in self._edges.items()}
+        about = {"number": self._number, "made": dict(self.counter.made), "unsettled": unsettled}
+        return {"gossip": {**about, "edges": edges}}
+
+    def load(self, state: StateDict) -> None:
+        """Goes on from a saved state; an edge that was under way at one end begins anew at both."""
+        found = state["gossip"]
+        self._number, self._begun = found["number"], True
+        self.counter.resume(found["made"])
+        self._uncounted.restart()
+        for site, edge in self._edges.items():
+            saved = found["edges"][site]
+            edge.done = saved["done"]
+            edge.end.load(saved["end"])
+        self.settle(cold=found["unsettled"])
+
+    def detach(self) -> None:
+        """Lets go of the model and of the user's optimizers, and says goodbye to the neighbours."""
+        self.release()
+
+    def release(self) -> None:
+        """Lets go of the model."""
+        ignore(self)
+        for claim in self._claims:
+            claim.remove()
+        if self._lines is not None:
+            self._lines.close()
+
+    # -- what optimizers call ---------------------------------------------------------------------
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Notes that training has begun."""
+        self._begun = self._begun or self.counter.holder(optimizer) is not None
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Counts a step of this site, after which it may exchange."""
+        holder = self.counter.holder(optimizer)
+        if holder is not None:
+            self._count(holder)
+
+    def skipped_step(self, optimizer: Optimizer) -> None:
+        """Counts a step that a `GradScaler` skipped here: the neighbours must not wait."""
+        self.after_step(optimizer)
+
+    def _count(self, holder: str) -> bool:
+        self._uncounted.restart()
+        self.counter.count(holder)
+        if not self.counter.due:
+            return False
+        self._exchange()
+        if SAID not in self.counter.made:
+            self._uncounted.exchanged(self.counter.unheld)
+        return True
+
+    def _refuse_uncounted(self, name: str, why: str) -> None:
+        raise RuntimeError(f"Gossip: {self._at.me.called} {why.format(name=repr(name))}")
+
+    def _refuse_converted(self) -> None:
+        for (name, now), then in zip(self._trained.items(), self._start, strict=True):
+            if (now.dtype, now.device) != (then.dtype, then.device):
+                raise RuntimeError(
+                    f"{name!r} was {then.dtype} on {then.device} when the model was distributed "
+                    f"and is {now.dtype} on {now.device}: call session.detach(), convert, and "
+                    f"distribute again on every site"
+                )
+
+    # -- what is told -----------------------------------------------------------------------------
+
+    def _tell(self, late: tuple[str, ...]) -> None:
+        """Logs once that a neighbour is away, and once that it is back."""
+        gone, back = set(late) - self._late, self._late - set(late)
+        me = self._at.me.called
+        for edge in self._edges.values():
+            if edge.site.called in gone:
+                assert self._lines is not None
+                why = self._lines.why_closed(edge.site) or "it did not answer in time"
+                _LOG.warning("%s goes on without %s: %s", me, edge.site.called, why)
+        if back:
+            _LOG.warning("%s hears %s again", me, ", ".join(sorted(back)))
+        self._late = frozenset(late)
+
+
+def _placeholder(p: nn.Parameter) -> nn.Parameter:
+    """Returns a parameter of the same shape, dtype and device that takes no memory."""
+    return nn.Parameter(torch.empty((), dtype=p.dtype, device=p.device).expand(p.shape))

@@ -1,0 +1,478 @@
+"""Gossip: sites train by themselves and average with their neighbours; the mean is kept."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch.optim import SGD
+
+import outergrad as og
+from cases import Events
+from covering import covering
+from outergrad.gossip import Choco, LowRank, PowerGossip, RandomK, metropolis, mixing_matrix
+from outergrad.gossip.graphs import NAMED
+from ranks import run_on_lasting_groups, run_ranks
+from sites_apart import batch, loss, model, train
+
+METHODS = {
+    "whole": None,
+    "power": PowerGossip(),
+    "power, cold": PowerGossip(rank=2, warm=False),
+    "choco, largest": Choco(reduce=og.wire.TopK(0.2), gamma=0.2),
+    "choco, random": Choco(reduce=RandomK(0.2), gamma=0.1),
+    "choco, signs": Choco(reduce=og.wire.Sign(), gamma=0.2),
+    "choco, low rank": Choco(reduce=LowRank(1), gamma=0.2),
+}
+OFTEN = {"1": {}, "2": {"every": 2}, "1, twice": {"rounds": 2}}
+
+
+class Site:
+    """A distributed model in float64, its optimizer and its session."""
+
+    def __init__(self, method, rank, group, lr=0.1, momentum=0.0, **settings):
+        self.rank, self.model = rank, model().double()
+        self.session = og.distribute(self.model, method, group=group, **settings)
+        self.optimizer = SGD(self.model.parameters(), lr=lr, momentum=momentum)
+
+    def steps(self, start, stop):
+        train(self.model, [self.optimizer], self.rank, range(start, stop))
+        return self
+
+    def weights(self):
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+def flat(weights):
+    return torch.cat([w.view(-1) for w in weights])
+
+
+def spread(sites):
+    """Root mean square of the sites' distances from their mean."""
+    stacked = torch.stack([flat(weights) for weights in sites])
+    return float((stacked - stacked.mean(dim=0)).square().sum(dim=1).mean().sqrt())
+
+
+def differ(net, rank, lr=1.0):
+    """Gives every site weights of its own, by a step that no other site makes."""
+    generator = torch.Generator().manual_seed(rank)
+    for p in net.parameters():
+        p.grad = lr * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+
+
+def reference(graph, sites, steps, every=1, rounds=1):
+    """Whole weights times the mixing matrix, in one process."""
+    replicas = [model().double() for _ in range(sites)]
+    optimizers = [SGD(net.parameters(), lr=0.1) for net in replicas]
+    for number in range(steps):
+        for rank, net in enumerate(replicas):
+            train(net, [optimizers[rank]], rank, [number])
+        for index in range(rounds if (number + 1) % every == 0 else 0):
+            step = number // every * rounds + index
+            mixing = mixing_matrix(metropolis(NAMED[graph].edges(sites, step)), sites)
+            for same in zip(*(net.parameters() for net in replicas), strict=True):
+                mixed = torch.einsum("ij,j...->i...", mixing, torch.stack([*same]).detach())
+                for p, value in zip(same, mixed, strict=True):
+                    p.data.copy_(value)
+    return replicas
+
+
+@pytest.mark.parametrize(
+    ("graph", "sites", "often"),
+    covering(list(NAMED), [1, 2, 4, 6], list(OFTEN), quick=8),
+)
+def test_whole_weights_are_mixed_by_the_matrix_of_the_graph(graph, sites, often):
+    if graph == "torus" and sites < 4:
+        pytest.skip("no torus of so few sites")
+    expected = reference(graph, sites, 6, **OFTEN[often])
+
+    def body(rank, group):
+        site = Site(og.Gossip(graph, **OFTEN[often]), rank, group).steps(0, 6)
+        site.session.detach()
+        return site.weights()
+
+    for found, wanted in zip(run_on_lasting_groups(sites, body), expected, strict=True):
+        for x, y in zip(found, wanted.parameters(), strict=True):
+            torch.testing.assert_close(x, y.detach(), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("name", "graph", "often"), covering(list(METHODS), list(NAMED), list(OFTEN), quick=10)
+)
+def test_exchanges_keep_the_mean_of_all_sites(name, graph, often):
+    """With a rate of 0 after the first step: what then moves a site is its neighbours alone."""
+    sites = 4
+
+    def body(rank, group):
+        site = Site(og.Gossip(graph, METHODS[name], **OFTEN[often]), rank, group, lr=0.0)
+        differ(site.model, rank)
+        with torch.no_grad():
+            for p in site.model.parameters():
+                p.sub_(p.grad)
+        before = site.weights()
+        after = [site.steps(n, n + 1).weights() for n in range(10)]
+        site.session.detach()
+        return before, after
+
+    results = run_on_lasting_groups(sites, body)
+    first = sum(flat(before) for before, _ in results) / sites
+    for number in range(10):
+        mean = sum(flat(after[number]) for _, after in results) / sites
+        torch.testing.assert_close(mean, first, rtol=0, atol=1e-14)
+    assert spread([after[-1] for _, after in results]) < spread([b for b, _ in results])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_average_gives_all_sites_the_same_mean(name):
+    sites = 4
+
+    def body(rank, group):
+        site = Site(og.Gossip("ring", METHODS[name]), rank, group).steps(0, 5)
+        before = site.weights()
+        site.session.average()
+        once = site.weights()
+        site.steps(5, 7).session.flush()
+        again = site.weights()
+        site.session.detach()
+        return before, once, again
+
+    results = run_on_lasting_groups(sites, body)
+    mean = sum(flat(before) for before, _, _ in results) / sites
+    for _, once, again in results:
+        assert torch.equal(flat(once), flat(results[0][1]))
+        assert torch.equal(flat(again), flat(results[0][2]))
+        torch.testing.assert_close(flat(once), mean, rtol=0, atol=1e-14)
+    assert not torch.equal(flat(results[0][1]), flat(results[0][2]))
+
+
+@pytest.mark.parametrize("name", ["power", "choco, largest"])
+def test_average_by_rounds_comes_near_to_the_mean_without_an_exchange_of_all(name):
+    sites = 4
+
+    def body(rank, group):
+        site = Site(og.Gossip("ring", METHODS[name]), rank, group).steps(0, 5)
+        before = site.weights()
+        site.session.average(rounds=60)
+        after = site.weights()
+        site.steps(5, 6).session.detach()
+        return before, after
+
+    results = run_on_lasting_groups(sites, body)
+    mean = sum(flat(before) for before, _ in results) / sites
+    for before, after in results:
+        torch.testing.assert_close(flat(after), mean, rtol=0, atol=1e-13)
+        assert (flat(before) - mean).norm() > 1e-4
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_saved_training_goes_on_to_the_bit(name):
+    method = og.Gossip("random", METHODS[name], every=2)
+
+    def straight(rank, group):
+        site = Site(method, rank, group, momentum=0.9).steps(0, 5)
+        parts = (site.model, site.optimizer, site.session)
+        saved = [copy.deepcopy(part.state_dict()) for part in parts]
+        site.steps(5, 12).session.detach()
+        return saved, site.weights()
+
+    done = run_on_lasting_groups(4, straight)
+
+    def resumed(rank, group):
+        site = Site(method, rank, group, momentum=0.9)
+        saved = done[rank][0]
+        site.model.load_state_dict(saved[0])
+        site.optimizer.load_state_dict(saved[1])
+        site.session.load_state_dict(saved[2])
+        site.steps(5, 12).session.detach()
+        return site.weights()
+
+    for (_, expected), found in zip(done, run_on_lasting_groups(4, resumed), strict=True):
+        assert torch.equal(flat(found), flat(expected))
+
+
+class Late:
+    """Makes one site late, once: after some step it waits until it is let go."""
+
+    def __init__(self):
+        self.go = threading.Event()
+
+    def wait(self):
+        assert self.go.wait(15)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_late_neighbour_keeps_nobody_waiting_and_what_it_missed_still_counts(name):
+    """Sites have a rate of 0, so that their mean should stay; site 2 sleeps over some steps."""
+    sites, late = 4, Late()
+
+    def body(rank, group):
+        method = og.Gossip("ring", METHODS[name])
+        site = Site(method, rank, group, lr=0.0, timeout=1.0)
+        differ(site.model, rank)
+        with torch.no_grad():
+            for p in site.model.parameters():
+                p.sub_(p.grad)
+        before, took_part = site.weights(), []
+        if rank == 0:  # which waits for those that wait
+            site.session._updates._at.comm.patience_s = 10.0
+        for number in range(3):
+            if rank == 2 and number == 1:
+                late.wait()
+            site.steps(number, number + 1)
+            took_part.append(site.session.stats().took_part)
+        if rank == 0:
+            late.go.set()
+        site.session._updates._at.comm.patience_s = 10.0
+        site.session._updates.settle()
+        settled = site.weights()
+        site.steps(3, 6).session.average()
+        end = site.weights()
+        site.session.detach()
+        return before, took_part, settled, end
+
+    results = run_ranks(sites, body)
+    first = sum(flat(before) for before, *_ in results) / sites
+    settled = sum(flat(weights) for _, _, weights, _ in results) / sites
+    torch.testing.assert_close(settled, first, rtol=0, atol=1e-14)
+    assert results[1][1] == [("site 0", "site 2"), ("site 0",), ("site 0",)]
+    assert results[0][1] == [("site 1", "site 3")] * 3
+    for *_, end in results:
+        torch.testing.assert_close(flat(end), first, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["whole", "choco, largest"])
+def test_a_site_that_saves_later_than_its_neighbours_is_met_again(name):
+    """Until both have settled no round begins, so that the mean stays; then all go on."""
+    sites, late = 3, Late()
+
+    def body(rank, group):
+        method = og.Gossip("complete", METHODS[name])
+        site = Site(method, rank, group, lr=0.0, timeout=1.0)
+        differ(site.model, rank)
+        with torch.no_grad():
+            for p in site.model.parameters():
+                p.sub_(p.grad)
+        before = site.weights()
+        site.steps(0, 2)
+        if rank == 2:
+            late.wait()
+        unsettled = site.session.state_dict()["gossip"]["unsettled"]
+        apart = site.steps(2, 3).session.stats().took_part
+        if rank == 0:
+            late.go.set()
+        site.session._updates._at.comm.patience_s = 10.0
+        site.session._updates.settle()
+        site.steps(3, 5)
+        again, after = site.session.stats().took_part, site.weights()
+        site.session.detach()
+        return before, unsettled, apart, again, after
+
+    results = run_ranks(sites, body)
+    assert [unsettled for _, unsettled, *_ in results[:2]] == [[2], [2]]
+    assert [apart for _, _, apart, *_ in results[:2]] == [("site 1",), ("site 0",)]
+    near = [("site 1", "site 2"), ("site 0", "site 2"), ("site 0", "site 1")]
+    assert [again for *_, again, _ in results] == near
+    first = sum(flat(before) for before, *_ in results) / sites
+    torch.testing.assert_close(sum(flat(r[-1]) for r in results) / sites, first, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_weights_that_are_not_finite_stay_at_their_site(name):
+    def body(rank, group):
+        site = Site(og.Gossip("ring", METHODS[name]), rank, group).steps(0, 1)
+        if rank == 1:
+            with torch.no_grad():
+                site.model[0].weight[2, 3] = float("nan")
+        site.steps(1, 4)
+        finite = bool(flat(site.weights()).isfinite().all())
+        site.session.detach()
+        return finite
+
+    assert run_on_lasting_groups(4, body) == [True, False, True, True]
+
+
+def test_a_neighbour_that_ends_is_left_out_and_the_others_keep_their_mean():
+    sites = 4
+
+    def body(rank, group):
+        site = Site(og.Gossip("ring"), rank, group, lr=0.0)
+        differ(site.model, rank)
+        with torch.no_grad():
+            for p in site.model.parameters():
+                p.sub_(p.grad)
+        site.steps(0, 2)
+        before = site.weights()
+        if rank == 3:
+            site.session.release()
+            return before, before, ()
+        site.steps(2, 40)
+        took_part = site.session.stats().took_part
+        after = site.weights()
+        site.session.release()
+        return before, after, took_part
+
+    results = run_ranks(sites, body)[:3]
+    mean = sum(flat(before) for before, _, _ in results) / 3
+    for _, after, _ in results:
+        torch.testing.assert_close(flat(after), mean, rtol=1e-4, atol=1e-4)
+    after = sum(flat(after) for _, after, _ in results) / 3
+    torch.testing.assert_close(after, mean, rtol=0, atol=1e-14)
+    assert [took_part for *_, took_part in results] == [
+        ("site 1",),
+        ("site 0", "site 2"),
+        ("site 1",),
+    ]
+
+
+def test_who_was_heard_and_how_far_away_is_recorded():
+    def body(rank, group):
+        events = Events()
+        site = Site(og.Gossip("ring"), rank, group, recorder=events).steps(0, 3)
+        stats = site.session.stats()
+        site.session.detach()
+        return events, stats, site.session.coverage()
+
+    for rank, (events, stats, coverage) in enumerate(run_on_lasting_groups(4, body)):
+        near = tuple(f"site {n}" for n in sorted(((rank - 1) % 4, (rank + 1) % 4)))
+        exchanges = [event for event in events if isinstance(event, og.events.Exchange)]
+        assert [one.took_part for one in exchanges] == [near] * 3
+        assert [one.late for one in exchanges] == [()] * 3
+        told = [event.values for event in events if isinstance(event, og.events.Scalars)]
+        assert told[-1] == {"neighbour_distance": stats.neighbour_distance}
+        assert stats.neighbour_distance > 0
+        steps = [event for event in events if isinstance(event, og.events.Step)]
+        size = sum(8 * p.numel() for p in model().parameters())
+        assert [one.sent_bytes for one in steps] == [2 * (size + 56)] * 3
+        assert {line.travels for line in coverage} == {"dense"}
+        assert all("alone" in line.why for line in coverage)
+        assert all(line.reveals.startswith("this site's weights, to site") for line in coverage)
+
+
+def test_the_distance_is_that_of_the_neighbours_before_the_exchange():
+    def body(rank, group):
+        site = Site(og.Gossip("ring"), rank, group)
+        alone = copy.deepcopy(site.model)
+        train(alone, [SGD(alone.parameters(), lr=0.1)], rank, [0])
+        site.steps(0, 1)
+        distance = site.session.stats().neighbour_distance
+        site.session.detach()
+        return flat([p.detach() for p in alone.parameters()]), distance
+
+    (one, told), (other, same) = run_on_lasting_groups(2, body)
+    assert told == pytest.approx(float((one - other).norm()))
+    assert same == told
+
+
+def test_gradients_stay_the_site_s_own():
+    def body(rank, group):
+        site = Site(og.Gossip("ring"), rank, group).steps(0, 1)
+        alone = copy.deepcopy(site.model)
+        loss(alone(batch(rank, 1, torch.float64))).backward()
+        site.steps(1, 2)
+        pairs = zip(site.model.parameters(), alone.parameters(), strict=True)
+        equal = [torch.equal(p.grad, q.grad) for p, q in pairs]
+        site.session.detach()
+        return equal
+
+    assert all(map(all, run_on_lasting_groups(2, body)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"verify_every": 3}, "lets sites differ all the time: leave verify_every= out"),
+        ({"tap": og.FileTap("sent.pt")}, "of which no tap is told: leave tap= out"),
+        ({"weighting": "samples"}, "counts all sites alike"),
+        ({"buffers": "mean"}, "leaves buffers to each site"),
+        ({"max_bad_steps": 3}, "has no step that all sites could skip"),
+    ],
+)
+def test_settings_that_need_all_sites_are_refused(settings, told):
+    def body(rank, group):
+        with pytest.raises(ValueError, match=told):
+            og.distribute(model(), og.Gossip("ring"), group=group, **settings)
+
+    run_on_lasting_groups(2, body)
+
+
+def test_a_transport_without_lines_is_refused(monkeypatch):
+    monkeypatch.setattr("outergrad.comm.torch.is_gloo", lambda group: False)
+
+    def body(rank, group):
+        with pytest.raises(ValueError, match="needs lines between pairs of sites"):
+            og.distribute(model(), og.Gossip("ring"), group=group)
+
+    run_on_lasting_groups(2, body)
+
+
+def test_a_graph_that_does_not_fit_is_refused_on_all_sites(tmp_path):
+    path = tmp_path / "edges.txt"
+    path.write_text("0 1\n")
+
+    def body(rank, group):
+        with pytest.raises(ValueError, match="the edges are of 2 sites"):
+            og.distribute(model(), og.Gossip(path), group=group)
+
+    run_on_lasting_groups(3, body)
+
+
+def test_sites_with_other_graphs_are_refused():
+    def body(rank, group):
+        with pytest.raises(ValueError, match="the sites do not agree"):
+            og.distribute(model(), og.Gossip("ring" if rank else "complete"), group=group)
+
+    run_on_lasting_groups(2, body)
+
+
+def test_what_all_sites_would_do_together_is_refused():
+    def body(rank, group):
+        site = Site(og.Gossip("ring"), rank, group).steps(0, 1)
+        with pytest.raises(RuntimeError, match="leave the join out"), site.session.join():
+            pass
+        with pytest.raises(RuntimeError, match=r"call session.average\(\)"):
+            site.session.make_equal()
+        with pytest.raises(ValueError, match="rounds=0"):
+            site.session.average(rounds=0)
+        site.session.detach()
+        plain = Site(og.Dense(), rank, group)
+        with pytest.raises(RuntimeError, match=r"session.average\(\) is for og.Gossip"):
+            plain.session.average()
+        plain.session.detach()
+
+    run_on_lasting_groups(2, body)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "told"),
+    [
+        (lambda: og.Gossip("rng"), ValueError, "is no graph and no file"),
+        (lambda: og.Gossip(og.gossip.Ring(directed=True)), ValueError, "is directed"),
+        (lambda: og.Gossip("ring", every=0), ValueError, "every=0; use a whole number"),
+        (lambda: og.Gossip("ring", rounds=1.5), ValueError, "rounds=1.5; use a whole number"),
+        (lambda: og.Gossip("ring", og.Dense()), TypeError, r"use None to send all weights"),
+        (lambda: og.Gossip("ring", PowerGossip), TypeError, r"use None to send all weights"),
+    ],
+)
+def test_settings_that_cannot_be(make, error, told):
+    with pytest.raises(error, match=told):
+        make()
+
+
+def test_steps_without_an_optimizer_are_counted_by_hand():
+    def body(rank, group):
+        site = Site(og.Gossip("complete"), rank, group)
+        differ(site.model, rank)
+        with torch.no_grad():
+            for p in site.model.parameters():
+                p.sub_(p.grad)
+        moved = site.session.stepped()
+        after = site.weights()
+        site.session.detach()
+        return moved, after
+
+    (one, a), (other, b) = run_on_lasting_groups(2, body)
+    assert one
+    assert other
+    torch.testing.assert_close(flat(a), flat(b), rtol=0, atol=1e-14)
