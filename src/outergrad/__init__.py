@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from outergrad._version import __version__
 
 if TYPE_CHECKING:
-    from outergrad import events, optim, private, report, transforms, wire
+    from outergrad import events, forward, optim, private, report, transforms, wire
     from outergrad.checkpoint import Checkpoints, DCPState, Restored
     from outergrad.comm.process_group import TorchDistributed
     from outergrad.core.errors import (
@@ -84,6 +84,7 @@ __all__ = [
     "__version__",
     "distribute",
     "events",
+    "forward",
     "nesterov",
     "optim",
     "private",
@@ -125,7 +126,7 @@ _HOMES = {
     "session.session": ("Session",),
     "star.transport": ("Star",),
 }
-_MODULES = ("events", "optim", "private", "report", "transforms", "wire")
+_MODULES = ("events", "forward", "optim", "private", "report", "transforms", "wire")
 
 
 def __getattr__(name: str) -> Any:

@@ -23,6 +23,7 @@ HEADINGS = {
     "sites": "Numbers of sites",
     "iterations": "Power iterations",
     "selection": "Finding entries",
+    "forward": "Forward gradients",
 }
 """Headings of the kinds of results."""
 
@@ -176,7 +177,7 @@ def _final_rows(result: Result) -> Iterator[Settings]:
         case "sites":
             for method, found in result["steps"].items():
                 yield _named(result, method=method) | _only(found, *MEASURED)
-        case "iterations" | "selection":
+        case "iterations" | "selection" | "forward":
             for row in result["rows"]:
                 yield _named(result) | _only(row, *_OF_ITERATIONS, *MEASURED)
 

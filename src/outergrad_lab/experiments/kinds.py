@@ -17,6 +17,7 @@ from outergrad_lab.bench.around_hub import AroundHub, time_around_hub
 from outergrad_lab.bench.plan import Plan
 from outergrad_lab.bench.results import Timing
 from outergrad_lab.bench.run import bench
+from outergrad_lab.experiments.forward import ForwardWork
 from outergrad_lab.experiments.iterations import IterationsWork
 from outergrad_lab.experiments.selection import SelectionWork
 from outergrad_lab.experiments.task import Context, Settings, Work, at_least, read
@@ -226,6 +227,7 @@ KINDS: dict[str, Callable[[Settings], Work]] = {
     "star": StarWork.of,
     "iterations": partial(read, IterationsWork),
     "selection": partial(read, SelectionWork),
+    "forward": partial(read, ForwardWork),
 }
 """Functions that make the work of a task from its settings."""
 
