@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from outergrad._version import __version__
 
 if TYPE_CHECKING:
-    from outergrad import events, forward, optim, private, report, transforms, wire
+    from outergrad import events, forward, nn, optim, private, report, transforms, wire
     from outergrad.checkpoint import Checkpoints, DCPState, Restored
     from outergrad.comm.process_group import TorchDistributed
     from outergrad.core.errors import (
@@ -86,6 +86,7 @@ __all__ = [
     "events",
     "forward",
     "nesterov",
+    "nn",
     "optim",
     "private",
     "report",
@@ -126,7 +127,7 @@ _HOMES = {
     "session.session": ("Session",),
     "star.transport": ("Star",),
 }
-_MODULES = ("events", "forward", "optim", "private", "report", "transforms", "wire")
+_MODULES = ("events", "forward", "nn", "optim", "private", "report", "transforms", "wire")
 
 
 def __getattr__(name: str) -> Any:

@@ -50,7 +50,7 @@ def forward_loss(model: LocalMixer, x: Tensor, labels_N: Tensor, seed: int) -> T
         return model.local_losses(x, labels_N, noise)
 
     zeros = [[torch.zeros_like(u) for u in layers] for layers in drawn]
-    _, s_BNPG = differentiated(lambda: jvp(losses, tuple(zeros), tuple(drawn)))
+    s_BNPG = differentiated(lambda: jvp(losses, tuple(zeros), tuple(drawn)))[1]
     found = torch.zeros((), dtype=s_BNPG.dtype, device=s_BNPG.device)
     for b, block in enumerate(model.each_block()):
         logits_NK = block.logits(outputs[b]).sum((1, 2))

@@ -149,8 +149,8 @@ class SeededGradients:
 
         def along(factors: dict[str, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
             tangents = {n: torch.outer(u, w).view_as(params[n]) for n, (u, w) in factors.items()}
-            losses, s_L = jvp(of, (params,), (tangents,))
-            return losses, s_L
+            found = jvp(of, (params,), (tangents,))
+            return found[0], found[1]
 
         factors = {name: (one.u_KO, one.w_KI) for name, one in drawn.items()}
         losses_KL, s_KL = differentiated(lambda: vmap(along, chunk_size=CHUNK)(factors))

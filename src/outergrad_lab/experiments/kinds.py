@@ -17,6 +17,7 @@ from outergrad_lab.bench.around_hub import AroundHub, time_around_hub
 from outergrad_lab.bench.plan import Plan
 from outergrad_lab.bench.results import Timing
 from outergrad_lab.bench.run import bench
+from outergrad_lab.experiments.correction import CorrectionWork
 from outergrad_lab.experiments.forward import ForwardWork
 from outergrad_lab.experiments.iterations import IterationsWork
 from outergrad_lab.experiments.selection import SelectionWork
@@ -228,6 +229,7 @@ KINDS: dict[str, Callable[[Settings], Work]] = {
     "iterations": partial(read, IterationsWork),
     "selection": partial(read, SelectionWork),
     "forward": partial(read, ForwardWork),
+    "correction": partial(read, CorrectionWork),
 }
 """Functions that make the work of a task from its settings."""
 
