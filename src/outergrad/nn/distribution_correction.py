@@ -84,7 +84,7 @@ class DistributionCorrection(nn.Module):
         if self.collects:
             self._collect(x)
             return x
-        if self.training or not self.batches:
+        if self.training or not self.batches or not self.amount:
             return x
         values_CM = self._by_channel(x)
         moved = torch.lerp(values_CM, moved_onto(self.reference.to(x), values_CM), self.amount)
@@ -195,11 +195,12 @@ def quantiles_of(values_CM: Tensor, count: int) -> Tensor:
 
 def moved_onto(reference_CK: Tensor, values_CM: Tensor) -> Tensor:
     """Returns each value's quantile of its row in the reference; equal ones have one rank."""
-    values_CM = values_CM.contiguous()
-    ordered = values_CM.sort(dim=1).values
-    below = torch.searchsorted(ordered, values_CM)
-    up_to = torch.searchsorted(ordered, values_CM, right=True)
-    return _read(reference_CK, (below + up_to).to(values_CM) / (2 * values_CM.shape[1]))
+    ordered, order = values_CM.contiguous().sort(dim=1)
+    # Of what is sorted each rank is found beside the last one; in the order of the batch it takes
+    # several times as long.
+    ranks = torch.searchsorted(ordered, ordered) + torch.searchsorted(ordered, ordered, right=True)
+    moved = _read(reference_CK, ranks.to(ordered) / (2 * ordered.shape[1]))
+    return torch.empty_like(moved).scatter_(1, order, moved)
 
 
 def _read(ordered_CM: Tensor, share_CK: Tensor) -> Tensor:
