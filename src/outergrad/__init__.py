@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from outergrad._version import __version__
 
 if TYPE_CHECKING:
-    from outergrad import events, gossip, optim, private, report, transforms, wire
+    from outergrad import events, forward, gossip, nn, optim, private, report, transforms, wire
     from outergrad.checkpoint import Checkpoints, DCPState, Restored
     from outergrad.comm.process_group import TorchDistributed
     from outergrad.core.errors import (
@@ -91,8 +91,10 @@ __all__ = [
     "__version__",
     "distribute",
     "events",
+    "forward",
     "gossip",
     "nesterov",
+    "nn",
     "optim",
     "private",
     "report",
@@ -136,7 +138,7 @@ _HOMES = {
     "session.session": ("Session",),
     "star.transport": ("Star",),
 }
-_MODULES = ("events", "gossip", "optim", "private", "report", "transforms", "wire")
+_MODULES = ("events", "forward", "gossip", "nn", "optim", "private", "report", "transforms", "wire")
 
 
 def __getattr__(name: str) -> Any:

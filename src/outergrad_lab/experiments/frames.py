@@ -25,6 +25,8 @@ HEADINGS = {
     "iterations": "Power iterations",
     "selection": "Finding entries",
     "audit": "Audits",
+    "forward": "Forward gradients",
+    "correction": "Changed images",
 }
 """Headings of the kinds of results."""
 
@@ -180,7 +182,7 @@ def _final_rows(result: Result) -> Iterator[Settings]:
         case "sites":
             for method, found in result["steps"].items():
                 yield _named(result, method=method) | _only(found, *MEASURED)
-        case "iterations" | "selection":
+        case "iterations" | "selection" | "forward" | "correction":
             for row in result["rows"]:
                 yield _named(result) | _only(row, *_OF_ITERATIONS, *MEASURED)
         case "audit":

@@ -18,6 +18,8 @@ from outergrad_lab.bench.plan import Plan
 from outergrad_lab.bench.results import Timing
 from outergrad_lab.bench.run import bench
 from outergrad_lab.experiments.audited import AuditWork
+from outergrad_lab.experiments.correction import CorrectionWork
+from outergrad_lab.experiments.forward import ForwardWork
 from outergrad_lab.experiments.iterations import IterationsWork
 from outergrad_lab.experiments.selection import SelectionWork
 from outergrad_lab.experiments.task import Context, Settings, Work, at_least, read
@@ -228,6 +230,8 @@ KINDS: dict[str, Callable[[Settings], Work]] = {
     "iterations": partial(read, IterationsWork),
     "selection": partial(read, SelectionWork),
     "audit": partial(read, AuditWork),
+    "forward": partial(read, ForwardWork),
+    "correction": partial(read, CorrectionWork),
 }
 """Functions that make the work of a task from its settings."""
 
