@@ -61,7 +61,7 @@ class Block(nn.Module):
 
     @property
     def layers(self) -> list[nn.Linear]:
-        """Its linear layers, in the order in which they compute."""
+        """Linear layers of the block, in the order in which they compute."""
         return [self.channel] if self.token is None else [self.token, self.channel]
 
     def logits(self, x_NPC: Tensor) -> Tensor:

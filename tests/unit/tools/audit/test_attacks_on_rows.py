@@ -80,6 +80,15 @@ def first_layer(model: nn.Module, found: dict[str, Tensor]) -> list[Tensor]:
     return [found["0.weight"], found["0.bias"], *own]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_spear_finds_four_rows_that_64_units_saw_though_they_turned_off_unlike_numbers(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 4))
+    x, y = torch.randn(4, 20), torch.randint(4, (4,))
+    told = first_layer(model, gradients(model, x, y))
+    assert rows_back(spear(*told, generator=torch.Generator().manual_seed(0)), x) == (4, 0)
+
+
 def wide_network() -> nn.Sequential:
     torch.manual_seed(0)
     inner = nn.Linear(1000, HIDDEN)

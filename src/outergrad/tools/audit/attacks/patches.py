@@ -21,7 +21,7 @@ _MOST_PIXELS = 1024
 
 @dataclass(frozen=True)
 class Cut:
-    """How a convolution cuts images into patches.
+    """The geometry of a convolution's patches.
 
     Attributes:
         kernel: Height and width of a patch.

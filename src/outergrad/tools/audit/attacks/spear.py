@@ -16,8 +16,9 @@ _AGREEING = 0.97
 """Share of units whose delta must be zero where the ReLU of the row is off, and nowhere else."""
 _ALIKE, _SAME = 1 - 1e-4, 1 - 1e-6
 """Cosines from which on two directions are one, before and behind refinement."""
-_SPARSE = 0.65
-"""Share of the most zeros that a direction must have: a difference of two rows has half of them."""
+_SPARSE = (0.65, 0.45, 0.0)
+"""Shares of the most zeros that a direction must have, by turns. A difference of two rows of one
+label has half of them. Of few units a row may have as few: then all rows must fit."""
 _KEPT = 1024
 _REFINEMENTS = 2
 _REWEIGHTINGS = 100
@@ -76,7 +77,7 @@ def spear(
     best_NI = right_RI[:0]
     if not 0 < rank <= min(most_rows, len(left_OR) // 2):
         return best_NI
-    for columns_RR in _sparse_columns(left_OR, rounds, generator):
+    for columns_RR, share in _sparse_columns(left_OR, rounds, generator):
         bias_gradient_O1 = bias_gradient_O.double()[:, None]
         lengths_R = torch.linalg.lstsq(left_OR @ columns_RR, bias_gradient_O1).solution.flatten()
         q_RR = columns_RR * lengths_R
@@ -84,7 +85,8 @@ def spear(
         if int(bad) == 0:
             active_RO = rows_RI @ weight_OI.double().T + bias_O.double() > 0
             fits_R = _agreement(active_RO, (left_OR @ q_RR).T) > _AGREEING
-            if int(fits_R.sum()) > len(best_NI):
+            counts = share == _SPARSE[0] or bool(fits_R.all())
+            if counts and int(fits_R.sum()) > len(best_NI):
                 best_NI = rows_RI[fits_R]
         if len(best_NI) == rank:
             break
@@ -106,13 +108,16 @@ def _factors(gradient_OI: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
 
 def _sparse_columns(
     left_OR: Tensor, rounds: int, generator: torch.Generator | None
-) -> Iterator[Tensor]:
-    """Yields sets of as many independent directions as the rank, each with a sparse image."""
+) -> Iterator[tuple[Tensor, float]]:
+    """Yields sets of as many independent directions as the rank, each with a sparse image.
+
+    The share of `_SPARSE` that each has stands beside the set.
+    """
     norms_O = left_OR.norm(dim=1)
     left_OR = left_OR[norms_O > _ZEROS[-1] * norms_O.max()]  # units always off say nothing
     units, rank = left_OR.shape
     if rank == 1:
-        yield left_OR.new_ones(1, 1)
+        yield left_OR.new_ones(1, 1), _SPARSE[0]
         return
     found_KR, before = left_OR.new_zeros(0, rank), left_OR.new_zeros(0, rank)
     idle = 0
@@ -125,9 +130,11 @@ def _sparse_columns(
             tried_TR = torch.cat([tried_TR, _drawn(left_OR, generator)])
         sharp_TR = _refined(tried_TR, left_OR)
         found_KR = _distinct(torch.cat([found_KR, sharp_TR]), left_OR, _SAME)
-        chosen_KR = _independent(_sparsest(found_KR, left_OR))
-        if len(chosen_KR) == rank:
-            yield chosen_KR.T
+        sets = [_independent(_sparsest(found_KR, left_OR, share)) for share in _SPARSE]
+        for chosen_KR, share in zip(sets, _SPARSE, strict=True):
+            if len(chosen_KR) == rank:
+                yield chosen_KR.T, share
+        chosen_KR = sets[0]
         same = chosen_KR.shape == before.shape and bool(torch.allclose(chosen_KR, before))
         idle = idle + 1 if same else 0
         if idle == _IDLE_ROUNDS:
@@ -244,10 +251,10 @@ def _distinct(directions_KR: Tensor, left_OR: Tensor, cosine: float) -> Tensor:
     return sorted_KR[~same_KK.tril(diagonal=-1).any(dim=1)][:_KEPT]
 
 
-def _sparsest(sorted_KR: Tensor, left_OR: Tensor) -> Tensor:
-    """Returns the directions that have nearly as many zeros as the first."""
+def _sparsest(sorted_KR: Tensor, left_OR: Tensor, share: float) -> Tensor:
+    """Returns the directions that have at least this share of the zeros of the first."""
     zeros_K = _zero_totals(sorted_KR, left_OR)
-    return sorted_KR[zeros_K > _SPARSE * zeros_K[:1]]
+    return sorted_KR[zeros_K > share * zeros_K[:1]]
 
 
 def _independent(sorted_KR: Tensor) -> Tensor:
