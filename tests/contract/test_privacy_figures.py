@@ -55,8 +55,8 @@ SENTENCES = {
     "Who was there they do not hide: AUC {} at 32 rows": (
         lambda: {(auc(INT8, 32),), (auc(INT4, 32),)}.pop()
     ),
-    "at k = 16 no row came back, but AUC was {} at 8 rows and {} at 32": (
-        lambda: (auc("local-steps:k=16", 8), auc("local-steps:k=16", 32))
+    "at k = 16 all rows of batches of one came back, and none of batches of 8, of which AUC was {}": (
+        lambda: (auc("local-steps:k=16", 8),)
     ),
     "AUC {} with ε = 8 in this step, {} with ε = 3, {} with ε = 1": (
         lambda: tuple(auc(f"dense@{epsilon}", 32) for epsilon in (8, 3, 1))
@@ -93,11 +93,11 @@ def all_of(value: str, seen: str = PART, **wanted) -> list[float]:
 def test_what_is_said_in_words_is_measured_too():
     assert figure("labels_back", "dense", 32) == 1.0
     assert "and all labels came back." in PAGE
-    assert figure("rows_back", INT8, 1) == 1.0
-    assert figure("rows_back", INT4, 1) == 0.0
-    assert "Eight bits gave back a lone row, but not exactly; four bits none." in PAGE
+    assert [figure("rows_back", INT8, rows) for rows in (1, 8, 32)] == [1.0] * 3
+    assert max(all_of("rows_back", workload="mlp", method=INT4)) == 0.0
+    assert "Eight bits gave back up to 32 rows, but not exactly; four bits none." in PAGE
     assert max(all_of("rows_back", workload="mlp", method="sparse")) == 0.0
-    assert max(all_of("rows_back", workload="mlp", method="local-steps:k=16")) == 0.0
+    assert [figure("rows_back", "local-steps:k=16", rows) for rows in (1, 8)] == [1.0, 0.0]
     assert max(all_of("rows_back", choose=lambda method: "@" in method)) == 0.0
     assert "`og.Private` hid all rows" in PAGE
     assert min(all_of("tokens_back", workload="encoder", choose=lambda m: "@" not in m)) == 1.0
@@ -108,14 +108,12 @@ def test_what_is_said_in_words_is_measured_too():
         assert max(all_of(value, seen=MASKED)) == 0.0
 
 
-def test_the_lone_row_in_eight_bits_did_not_come_back_exactly():
-    (found,) = (
-        one
-        for one in results()
-        if one["settings"] == {"workload": "mlp", "method": INT8, "batch_size": 1}
-    )
+@pytest.mark.parametrize("batch_size", [1, 8, 32])
+def test_rows_in_eight_bits_did_not_come_back_exactly(batch_size):
+    wanted = {"workload": "mlp", "method": INT8, "batch_size": batch_size}
+    (found,) = (one for one in results() if one["settings"] == wanted)
     rows = [one for one in found["observers"][0]["findings"] if one["attack"].startswith("rows")]
-    assert max(one["found"] for one in rows) == 1
+    assert max(one["found"] for one in rows) == batch_size
     assert max(one["exact"] for one in rows) == 0
 
 
