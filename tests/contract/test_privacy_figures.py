@@ -55,8 +55,8 @@ SENTENCES = {
     "Who was there they do not hide: AUC {} at 32 rows": (
         lambda: {(auc(INT8, 32),), (auc(INT4, 32),)}.pop()
     ),
-    "at k = 16 all rows of batches of one came back, and none of batches of 8, of which AUC was {}": (
-        lambda: (auc("local-steps:k=16", 8),)
+    "and none of batches of 8, of which AUC was {}; of 32 it was {}.": (
+        lambda: (auc("local-steps:k=16", 8), auc("local-steps:k=16", 32))
     ),
     "AUC {} with ε = 8 in this step, {} with ε = 3, {} with ε = 1": (
         lambda: tuple(auc(f"dense@{epsilon}", 32) for epsilon in (8, 3, 1))

@@ -97,6 +97,7 @@ class Answers:
 
     rank, world_size, device = 0, 2, torch.device("cpu")
     sites = sites_of(2, ())
+    tap = None
 
     def __init__(self, *answers: Tensor) -> None:
         self._answers = list(answers)

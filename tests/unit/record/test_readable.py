@@ -16,8 +16,8 @@ class Mixed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(1, 4, 3), nn.GroupNorm(1, 4)
-        self.hidden = nn.Linear(144, 200)
+        self.conv, self.norm = nn.Conv2d(1, 16, 5), nn.GroupNorm(1, 16)
+        self.hidden = nn.Linear(256, 200)
         self.table = nn.Embedding(50, 9)
         self.memory = nn.GRU(9, 8, batch_first=True)
         self.out = nn.Linear(208, 5)

@@ -48,7 +48,7 @@ def change(rank, dtype):
 def at(board, rank, dtype=torch.float32, look=lambda: None):
     """A site's view of the board."""
     about = {"rank": rank, "sites": sites_of(3, ()), "patience_s": 0}
-    comm = SimpleNamespace(**about, count=lambda sent=0, received=0: None)
+    comm = SimpleNamespace(**about, tap=None, count=lambda sent=0, received=0: None)
     gathering = SimpleNamespace(board=board, slot=lambda what, number: f"{what} {number}")
     return PutChanges(comm, gathering, change(0, dtype), look)
 
