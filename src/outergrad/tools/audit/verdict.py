@@ -55,7 +55,8 @@ def _beyond(seen: Sequence[Seen]) -> str:
 def _advice(seen: Sequence[Seen]) -> list[str]:
     whole = [one for one in seen if one.findings and one.observer != MASKED]
     leaky = [one for one in whole if any(f.share >= MUCH for f in one.findings)]
-    tight = [one for one in whole if one not in leaky]
+    told = {(one.method, one.rows) for one in leaky}  # though of a sum nothing may have come back
+    tight = [one for one in whole if (one.method, one.rows) not in told]
     advice = []
     if any(is_data(f.attack) and f.share >= MUCH for one in leaky for f in one.findings):
         advice.append(

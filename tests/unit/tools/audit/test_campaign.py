@@ -179,6 +179,9 @@ def test_a_verdict_says_what_came_back_and_to_whom():
     part = audits.Seen(**about, rows=8, observer=PART, findings=[finding("rows by SPEAR", 8)])
     total = audits.Seen(**about, rows=8, observer=SUM, findings=[finding("rows by SPEAR", 0)])
     told = verdict([part, total])
+    assert not [line for line in told if line.startswith("Least came back")]
+    larger = audits.Seen(**about, rows=32, observer=PART, findings=[finding("rows by SPEAR", 0)])
+    assert "Least came back of: dense at 32." in verdict([part, total, larger])
     assert told[0].startswith("dense: 8 of 8 rows (rows by SPEAR) in batches of up to 8")
     assert "not of sums" in told[0]
     assert any("What to change" in one for one in told)
