@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import outergrad as og
@@ -96,6 +97,22 @@ def on_star_with_a_line(
             for one in stars:
                 one.close()
             proxy.close()
+
+
+def goes_on_without_the_last(
+    steps: Callable[[int], None], is_last: bool, line: Callable[[bool], None], further: int
+) -> bool:
+    """Cuts the line of the last of `on_star_with_a_line`; True on those that go on without it."""
+    if is_last:
+        line(False)
+        with pytest.raises(og.SiteLostError):
+            steps(2)
+        return False
+    with pytest.raises(og.SitesChangedError):
+        steps(2)
+    line(True)
+    steps(further)
+    return True
 
 
 def comms_on_star(

@@ -43,11 +43,14 @@ def row_each(d_BE: Tensor) -> SampleRows:
     return SampleRows(factors, _in_order(*about))
 
 
-def small_of(rows: Mapping[Slot, SampleRows], slots: Iterable[Slot]) -> list[Slot]:
-    """Returns the slots of small gradients that `row_each` has made, of one type and device."""
+def small_of(rows: Mapping[Slot, SampleRows], slots: Iterable[Slot]) -> Mapping[Slot, None]:
+    """Returns the slots of small gradients that `row_each` has made, of one type and device.
+
+    They are the keys, in order, so that it is quickly known whether a slot is among them.
+    """
     found = [slot for slot in slots if slot.vector and _is_small(rows[slot])]
     ones = next((rows[slot].factors.a_GRI for slot in found), None)
-    return [slot for slot in found if rows[slot].factors.a_GRI is ones]
+    return dict.fromkeys(slot for slot in found if rows[slot].factors.a_GRI is ones)
 
 
 def _is_small(part: SampleRows) -> bool:

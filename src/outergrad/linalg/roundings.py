@@ -37,7 +37,7 @@ def roundings(gradient: SiteGradient) -> Tensor:
     if small:  # lengths at right angles, too
         lengths_B = torch.linalg.vector_norm(side_by_side(rows, small), dim=1)
         errors.append(lengths_B * torch.finfo(lengths_B.dtype).eps)
-    for slots in (group for group in groups if group[0] not in set(small)):
+    for slots in (group for group in groups if group[0] not in small):
         parts = [_error(slot, rows[slot], gradient.samples) for slot in slots]
         errors.append(torch.stack(parts).sum(dim=0))
     return torch.linalg.vector_norm(torch.stack(errors), dim=0)

@@ -30,7 +30,7 @@ def weighted_sum(gradient: SiteGradient, factor_B: Tensor) -> SiteGradient:
     check_sampled(gradient)
     wide = {name: widened(p.new_zeros(())).expand(p.shape) for name, p in gradient.params.items()}
     found: dict[str, Tensor] = {}
-    small = dict.fromkeys(small_of(gradient.rows, gradient.rows))
+    small = small_of(gradient.rows, gradient.rows)
     if small:
         all_E = factor_B.to(torch.float64) @ side_by_side(gradient.rows, small).double()
         for slot, g_E in zip(small, all_E.split([slot.numel for slot in small]), strict=True):

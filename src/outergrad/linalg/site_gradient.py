@@ -98,7 +98,7 @@ def sample_norms(gradient: SiteGradient) -> Tensor:
     check_sampled(gradient)
     groups = together(gradient.rows)
     small = small_of(gradient.rows, (group[0] for group in groups if len(group) == 1))
-    rest = [group for group in groups if group[0] not in set(small)]
+    rest = [group for group in groups if group[0] not in small]
     parts = [_squared_norms(gradient, slots) for slots in rest]
     if small:
         parts.append(squares(side_by_side(gradient.rows, small)))

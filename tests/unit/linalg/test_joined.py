@@ -50,13 +50,13 @@ def test_norms_bounds_and_sums_are_those_of_each_alone(dtypes, monkeypatch):
 def test_small_ones_of_one_type_are_joined_and_no_rows_of_others():
     gradient = gradient_of([3, 64, 9000], [torch.float32])
     first, second, _ = gradient.rows
-    assert small_of(gradient.rows, gradient.rows) == [first, second]
+    assert [*small_of(gradient.rows, gradient.rows)] == [first, second]
     part = gradient.rows[second]
     scaled = part._replace(factors=part.factors._replace(a_GRI=2 * part.factors.a_GRI))
     others = part._replace(samples_N=torch.zeros(B, dtype=torch.int64))
     for odd in (scaled, others):
         rows = {**gradient.rows, second: odd}
-        assert small_of(rows, rows) == [first]
+        assert [*small_of(rows, rows)] == [first]
         whole = replace(gradient, rows=rows)
         expected = {n: g.clone() for n, g in weighted_sum(whole, torch.ones(B)).formed.items()}
         d_BE = odd.factors.d_GRO[0] * odd.factors.a_GRI[0]
