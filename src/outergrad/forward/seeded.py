@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,9 +18,14 @@ from outergrad.comm.process_group import TorchDistributed
 from outergrad.core.transport import Transport
 from outergrad.forward.one_at_a_time import differentiated
 from outergrad.forward.signs import signs
-from outergrad.messages.raw import raw
+from outergrad.messages.raw import from_raw, raw
+from outergrad.session.arguments import time_span
+from outergrad.session.topology import opened
+from outergrad.step.transport_state import end_unfinished, lost_sites_told, refuse_lost
 
 _STEP_BYTES = 8
+_ABSENT = -1
+"""In place of the step: the site that sends it has no derivatives."""
 CHUNK = 32
 """Directions along which one pass differentiates: more of them need more memory."""
 
@@ -48,7 +54,10 @@ class SeededGradients:
     site's gradient: many of them tell what the gradient tells (docs/privacy.md).
 
     Sites that compute alike have replicas that are equal to the bit. Machines of different kinds
-    may round sums differently, so that replicas drift apart by rounding, in silence.
+    may round sums differently, so that replicas drift apart by rounding, in silence. Directions are
+    drawn on the host, so they are the same on any device.
+
+    Sites count alike. For a site that counts by a weight w_s, multiply its losses by S w_s / Σ w.
 
         gradients = og.forward.SeededGradients(model, losses, draws=100, seed=0)
         for x, y in loader:
@@ -59,9 +68,13 @@ class SeededGradients:
     Ren et al., arXiv 2210.03310, for several losses.
 
     Args:
-        model: The replica; rank 0's weights overwrite those of all other sites.
-        losses: Called with the model and a batch; returns L losses, (L,), or one, ().
-            It must not write to buffers, as norms with running statistics do.
+        model: The replica; rank 0's weights overwrite those of all other sites. Parameters that
+            require no gradient, and buffers, stay each site's own.
+        losses: Called with the model and a batch; returns L losses, (L,), or one, (): as many at
+            all sites and in all steps. It must not write to buffers, as norms with running
+            statistics do, draw random numbers, as dropout does, or wait for another site. All its
+            operations need a forward derivative, which PyTorch has not for `nn.LSTM` on a CPU nor
+            for fused attention (`torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` has one).
         draws: Directions K per site and step.
         seed: Common seed of all sites.
         owners: For a parameter's name which losses each of its rows (first dimension) moves, 0 or
@@ -76,6 +89,7 @@ class SeededGradients:
     Raises:
         ValueError: a setting is out of range, nothing is to be trained, or sites differ.
         RuntimeError: there is no process group.
+        SiteLostError: another site does not arrive, or is gone.
     """
 
     def __init__(
@@ -88,7 +102,7 @@ class SeededGradients:
         owners: Mapping[str, Tensor] | None = None,
         transport: Transport | None = None,
         group: Any = None,
-        timeout: timedelta | None = None,
+        timeout: float | timedelta | None = None,
     ) -> None:
         if draws < 1:
             raise ValueError(f"SeededGradients: draws={draws}; use 1 or more")
@@ -98,17 +112,19 @@ class SeededGradients:
         _refuse_strange(owners or {}, self._params)
         self._losses, self._owners = _Losses(model, losses), dict(owners or {})
         self._draws, self._seed, self.taken = draws, seed, 0
-        settings = {n: v for n, v in {"group": group, "timeout": timeout}.items() if v is not None}
-        device = next(iter(self._params.values())).device
-        self._comm = (transport or TorchDistributed()).open(device, **settings)
-        agree(self._comm, self._described())
-        for p in self._params.values():
-            self._comm.broadcast(p.data)
+        self._agreed: tuple[int, torch.dtype] | None = None
+        """Number L of losses and type of their derivatives at all sites, once a step has told."""
+        device, span = next(iter(self._params.values())).device, time_span(timeout)
+        self._comm = opened(transport or TorchDistributed(), device, group, span)
+        with self._together("SeededGradients on all sites"):
+            agree(self._comm, self._described())
+            for p in self._params.values():
+                self._comm.broadcast(p.data)
         self._sent_before = self._comm.sent_bytes
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this site has sent in all steps so far."""
+        """Bytes that this site has sent in all steps so far, agreements before them left out."""
         return self._comm.sent_bytes - self._sent_before
 
     def step(self, *batch: Any) -> Tensor:
@@ -117,19 +133,40 @@ class SeededGradients:
         Every site calls it equally often, with a batch of its own. A gradient that is there is
         replaced.
 
+        No site changes a gradient if one raises.
+
         Raises:
-            RuntimeError: the sites are at different steps.
-            ValueError: derivatives of a site are not finite. All sites raise it, and no gradient
-                has changed.
+            SiteLostError: another site is lost; it is named.
+            RuntimeError: the sites are at different steps, or another site could not take part.
+            ValueError: derivatives of a site are not finite, or the number of losses is not that
+                of the owners, of the other sites, or of the steps before.
+            Exception: what the losses of this site raise, after the others have been told.
         """
         rank, sites = self._comm.rank, self._comm.world_size
         drawn = [self._drawn(site) for site in range(sites)]
-        losses_L, s_KL = self._derivatives(drawn[rank], batch)
-        s_SKL = self._exchanged(s_KL)
+        try:
+            losses_L, s_KL = self._derivatives(drawn[rank], batch)
+            self._refuse_other_losses(s_KL)
+        except Exception as error:
+            with self._together("derivatives"):
+                self._tell(error)
+            raise
+        with self._together("derivatives"):
+            if self._agreed is None:
+                self._agree(s_KL)
+            s_SKL = self._exchanged(s_KL)
         for name, p in self._params.items():
             p.grad = self._gradient(name, p, [d[name] for d in drawn], s_SKL)
         self.taken += 1
         return losses_L
+
+    @contextmanager
+    def _together(self, place: str) -> Iterator[None]:
+        """Context of an exchange, behind those of sessions on the transport."""
+        refuse_lost(self._comm.key)
+        end_unfinished(self._comm.key)
+        with lost_sites_told(self._comm, place, self.taken):
+            yield
 
     def _drawn(self, site: int) -> dict[str, _Directions]:
         return {
@@ -156,22 +193,69 @@ class SeededGradients:
         losses_KL, s_KL = differentiated(lambda: vmap(along, chunk_size=CHUNK)(factors))
         return losses_KL[0], s_KL
 
+    def _refuse_other_losses(self, s_KL: Tensor) -> None:
+        losses = s_KL.shape[1]
+        for name, owned in self._owners.items():
+            if len(owned) != losses:
+                raise ValueError(
+                    f"SeededGradients: {losses} losses, and owners of {name!r} for {len(owned)}; "
+                    f"give one row of owners per loss"
+                )
+        if self._agreed not in (None, (losses, s_KL.dtype)):
+            raise ValueError(
+                f"SeededGradients: {losses} losses of {s_KL.dtype} where earlier steps had "
+                f"{self._agreed[0]} of {self._agreed[1]}; return as many for every batch"
+            )
+
+    def _agree(self, s_KL: Tensor) -> None:
+        """Makes sure that all messages are of one length, before the first of them."""
+        self._compare([f"losses: {s_KL.shape[1]} of {s_KL.dtype}"])
+        self._agreed = s_KL.shape[1], s_KL.dtype
+
+    def _compare(self, lines: list[str], error: Exception | None = None) -> None:
+        before = self._comm.sent_bytes
+        try:
+            agree(self._comm, lines, error, "return as many losses of one type at every site")
+        finally:
+            self._sent_before += self._comm.sent_bytes - before
+
+    def _tell(self, error: Exception) -> None:
+        """Takes part in the exchange of this step, without derivatives."""
+        if self._agreed is None:
+            self._compare([], error)
+            return
+        losses, dtype = self._agreed
+        self._gathered(_ABSENT, torch.zeros(self._draws, losses, dtype=dtype))
+
+    def _gathered(self, step: int, s_KL: Tensor) -> list[tuple[int, Tensor]]:
+        """Returns the step and the derivatives that each site has sent."""
+        comm = self._comm
+        own = torch.cat([raw(torch.tensor([step])), raw(s_KL.cpu())]).to(comm.device)
+        messages = [m.cpu() for m in comm.all_gather(own, [len(own)] * comm.world_size).wait()]
+        return [
+            (
+                int(from_raw(message[:_STEP_BYTES], torch.int64, torch.Size(()))),
+                from_raw(message[_STEP_BYTES:], s_KL.dtype, s_KL.shape),
+            )
+            for message in messages
+        ]
+
     def _exchanged(self, s_KL: Tensor) -> Tensor:
         """Returns the derivatives of all sites, (S, K, L)."""
-        comm = self._comm
-        own = torch.cat([raw(torch.tensor([self.taken])), raw(s_KL.cpu())]).to(comm.device)
-        all_sites = comm.all_gather(own, [len(own)] * comm.world_size).wait()
-        found = []
-        for site, message in zip(comm.sites, all_sites, strict=True):
-            message = message.cpu()
-            step = int(message[:_STEP_BYTES].clone().view(torch.int64))
+        sites = self._comm.sites
+        steps, found = zip(*self._gathered(self.taken, s_KL), strict=True)
+        for site, step in zip(sites, steps, strict=True):
+            if step == _ABSENT:
+                raise RuntimeError(
+                    f"SeededGradients: {site.called} has no derivatives for step {self.taken}, "
+                    f"which changes no gradient; the reason is in its own error"
+                )
             if step != self.taken:
                 raise RuntimeError(
                     f"SeededGradients: {site.called} is at step {step}, this site at "
                     f"{self.taken}: load the same checkpoint everywhere, and set `taken`"
                 )
-            found.append(message[_STEP_BYTES:].clone().view(s_KL.dtype).view(s_KL.shape))
-        for site, one in zip(comm.sites, found, strict=True):
+        for site, one in zip(sites, found, strict=True):
             if not one.isfinite().all():
                 raise ValueError(
                     f"SeededGradients: derivatives of {site.called} are not finite in step "
@@ -186,7 +270,9 @@ class SeededGradients:
         u_RO, w_RI = torch.cat([d.u_KO for d in drawn]), torch.cat([d.w_KI for d in drawn])
         owned = self._owners.get(name)
         scale = s_RL.sum(1, keepdim=True) if owned is None else s_RL @ owned.to(s_RL)
-        return ((u_RO * scale).mT @ w_RI / len(s_RL)).view_as(p)
+        dtype = torch.promote_types(p.dtype, scale.dtype)
+        scaled_RO = u_RO * scale.to(p.device, dtype)
+        return (scaled_RO.mT @ w_RI.to(dtype) / len(s_RL)).view_as(p).to(p.dtype)
 
     def _described(self) -> list[str]:
         shapes = [f"{name}: {tuple(p.shape)} {p.dtype}" for name, p in self._params.items()]
@@ -236,3 +322,5 @@ def _refuse_strange(owners: Mapping[str, Tensor], params: Mapping[str, Tensor]) 
                 f"SeededGradients: owners of {name!r} have the shape {tuple(owned.shape)}; give "
                 f"(losses, {rows})"
             )
+        if not ((owned == 0) | (owned == 1)).all():
+            raise ValueError(f"SeededGradients: owners of {name!r} must be 0 or 1")

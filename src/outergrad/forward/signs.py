@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import index
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,6 @@ def signs(shape: tuple[int, ...], like: Tensor, *words: int) -> Tensor:
         like: Tensor of a floating type.
         words: Whole numbers that say which signs; other words give independent ones.
     """
-    generator = torch.Generator().manual_seed(digest(repr(words).encode()))
+    generator = torch.Generator().manual_seed(digest(repr(tuple(map(index, words))).encode()))
     bits = torch.randint(0, 2, shape, dtype=torch.int8, generator=generator)
     return bits.to(like.device).to(like.dtype).mul_(2).sub_(1)

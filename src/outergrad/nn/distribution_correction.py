@@ -10,8 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outergrad.comm.agree import agree
 from outergrad.comm.process_group import TorchDistributed
 from outergrad.core.transport import Transport
+from outergrad.session.arguments import time_span
+from outergrad.session.topology import opened
+from outergrad.step.transport_state import end_unfinished, lost_sites_told, refuse_lost
 
 _LEAST = 2
 
@@ -26,7 +30,11 @@ class DistributionCorrection(nn.Module):
 
     the map that moves F onto F₀ at the least cost in one dimension. F₀⁻¹ is kept as K quantiles and
     read by linear interpolation; equal values stay equal. In training, and without a reference, a
-    batch passes unchanged.
+    batch passes unchanged. NaN stays NaN. A channel that is constant in the batch takes the median
+    of its reference. Ranks are counted in float32 or longer, whatever the type of the batch.
+
+    `batches` decides whether there is a reference. So `torch.compile` breaks its graph here, and on
+    an accelerator each forward waits for it.
 
     Place it before a norm, and read a reference from training data once the model is trained:
 
@@ -54,11 +62,11 @@ class DistributionCorrection(nn.Module):
 
     Attributes:
         reference: Quantiles of the reference, (C, K), at (k + ½) / K.
-        batches: Batches that the reference is the mean of; 0 for none.
+        batches: Batches that the reference is the mean of, a whole number; 0 for none.
 
     Raises:
         ValueError: a number is out of range; in forward, that a batch has other channels, or
-            fewer than two values per channel.
+            fewer than two values per channel, or, where a reference is read, NaN or infinities.
     """
 
     reference: Tensor
@@ -77,7 +85,7 @@ class DistributionCorrection(nn.Module):
             raise ValueError(f"DistributionCorrection: amount={amount}; use 0 to 1")
         self.amount, self.dim, self.collects = amount, dim, False
         self.register_buffer("reference", torch.zeros(channels, quantiles))
-        self.register_buffer("batches", torch.zeros(()))
+        self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns a batch whose channels are distributed as the reference."""
@@ -107,6 +115,11 @@ class DistributionCorrection(nn.Module):
     @torch.no_grad()
     def _collect(self, x: Tensor) -> None:
         found = quantiles_of(self._by_channel(x), self.reference.shape[1]).to(self.reference)
+        if not found.isfinite().all():
+            raise ValueError(
+                "DistributionCorrection: a batch of the reference has NaN or infinities, which "
+                "would stay in it; leave that batch out"
+            )
         self.batches += 1
         self.reference += (found - self.reference) / self.batches
 
@@ -125,8 +138,8 @@ class DistributionCorrection(nn.Module):
 def collecting(model: nn.Module) -> Iterator[None]:
     """Lets all corrections of a model read their reference anew from the batches that pass.
 
-    Norms and dropout are as in evaluation meanwhile. The reference is the mean of the batches'
-    quantiles.
+    Norms and dropout are as in evaluation meanwhile; then every module has its mode again. The
+    reference is the mean of the batches' quantiles.
 
     Args:
         model: Model with one `DistributionCorrection` or more.
@@ -134,7 +147,8 @@ def collecting(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: the model has none.
     """
-    found, training = _corrections(model), model.training
+    found = _corrections(model)
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     for one in found:
         one.reference.zero_()
@@ -145,7 +159,8 @@ def collecting(model: nn.Module) -> Iterator[None]:
     finally:
         for one in found:
             one.collects = False
-        model.train(training)
+        for module, training in modes:
+            module.training = training
 
 
 def share(
@@ -153,9 +168,9 @@ def share(
     *,
     transport: Transport | None = None,
     group: Any = None,
-    timeout: timedelta | None = None,
+    timeout: float | timedelta | None = None,
 ) -> int:
-    """Gives all sites the mean of their references; returns the bytes that this site has sent.
+    """Gives all sites the mean of their references; returns the bytes of it that this site sent.
 
     A site's quantiles count by its number of batches; one without batches takes part with nothing.
     The mean of quantiles is the distribution nearest to those of all sites (their Wasserstein
@@ -169,16 +184,26 @@ def share(
         timeout: As in `og.distribute`.
 
     Raises:
-        ValueError: the model has no correction, or no site has a reference.
+        ValueError: the model has no correction, no site has a reference, or the sites' corrections
+            differ.
         RuntimeError: there is no process group.
+        SiteLostError: another site does not arrive, or is gone.
     """
     found = _corrections(model)
-    settings = {n: v for n, v in {"group": group, "timeout": timeout}.items() if v is not None}
-    comm = (transport or TorchDistributed()).open(found[0].reference.device, **settings)
-    before = comm.sent_bytes
-    weighted = [(one.reference * one.batches).flatten() for one in found]
-    flat = torch.cat([torch.stack([one.batches for one in found]), *weighted])
-    batches, *sums = comm.all_reduce(flat).wait().split([len(found), *map(len, weighted)])
+    span = time_span(timeout)
+    comm = opened(transport or TorchDistributed(), found[0].reference.device, group, span)
+    refuse_lost(comm.key)
+    end_unfinished(comm.key)
+    lines = [f"correction {k}: {_described(one)}" for k, one in enumerate(found)]
+    # Of short types the sums and counts would overflow.
+    dtype = torch.promote_types(found[0].reference.dtype, torch.float32)
+    weighted = [(one.reference.to(dtype) * one.batches).flatten() for one in found]
+    flat = torch.cat([torch.stack([one.batches for one in found]).to(dtype), *weighted])
+    with lost_sites_told(comm, "og.nn.share on all sites"):
+        agree(comm, lines)
+        before = comm.sent_bytes
+        summed = comm.all_reduce(flat).wait()
+    batches, *sums = summed.split([len(found), *map(len, weighted)])
     if not batches.all():
         raise ValueError("share: no site has a reference; pass batches in og.nn.collecting(model)")
     for one, count, total in zip(found, batches, sums, strict=True):
@@ -189,7 +214,7 @@ def share(
 
 def quantiles_of(values_CM: Tensor, count: int) -> Tensor:
     """Returns quantiles of each row at (k + ½) / K, (C, K), by linear interpolation."""
-    at = (torch.arange(count, device=values_CM.device, dtype=values_CM.dtype) + 0.5) / count
+    at = (torch.arange(count, device=values_CM.device, dtype=_exact(values_CM)) + 0.5) / count
     return _read(values_CM.sort(dim=1).values, at.expand(len(values_CM), -1))
 
 
@@ -199,7 +224,7 @@ def moved_onto(reference_CK: Tensor, values_CM: Tensor) -> Tensor:
     # Of what is sorted each rank is found beside the last one; in the order of the batch it takes
     # several times as long.
     ranks = torch.searchsorted(ordered, ordered) + torch.searchsorted(ordered, ordered, right=True)
-    moved = _read(reference_CK, ranks.to(ordered) / (2 * ordered.shape[1]))
+    moved = _read(reference_CK, ranks.to(_exact(ordered)) / (2 * ordered.shape[1]))
     return torch.empty_like(moved).scatter_(1, order, moved)
 
 
@@ -209,7 +234,16 @@ def _read(ordered_CM: Tensor, share_CK: Tensor) -> Tensor:
     place = (share_CK * (last + 1) - 0.5).clamp(0, last)
     below = place.floor().long()
     low, high = ordered_CM.gather(1, below), ordered_CM.gather(1, (below + 1).clamp(max=last))
-    return torch.lerp(low, high, place - below)
+    return torch.lerp(low, high, (place - below).to(low.dtype))
+
+
+def _exact(values: Tensor) -> torch.dtype:
+    """Returns a type for ranks: those of more than 2,048 values are no numbers of float16."""
+    return torch.promote_types(values.dtype, torch.float32)
+
+
+def _described(correction: DistributionCorrection) -> str:
+    return f"{tuple(correction.reference.shape)} {correction.reference.dtype}"
 
 
 def _corrections(model: nn.Module) -> list[DistributionCorrection]:

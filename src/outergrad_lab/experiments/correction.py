@@ -37,6 +37,7 @@ class CorrectionWork:
         quantiles: Quantiles per channel.
         sites: Sites that share a reference.
         test_rows: Test rows, the first ones.
+        lr: Rate of Adam.
         seed: Seed of weights, batches and noise.
     """
 
@@ -158,11 +159,16 @@ WAYS: dict[str, Callable[[nn.Module], None]] = {
     "norms of the batch": _of_batch,
     "quantiles": _quantiles,
 }
-"""Nothing is done; mean and variance are those of the batch; distributions are corrected."""
+"""Sets a model up for a test: as it was trained; with batch norms that use the mean and variance of
+the test batch; with `DistributionCorrection` in use."""
 
 
 def _scanner(x: Tensor, _: torch.Generator) -> Tensor:
-    """Another curve of grey values, and a softer image."""
+    """Returns images as if by another scanner: the square root of grey values, then blurred.
+
+    Grey values are scaled to 0 to 1 for the root, and back. Each pixel becomes the mean of itself
+    and its neighbours.
+    """
     low, high = x.amin(), x.amax()
     curved = ((x - low) / (high - low)).sqrt() * (high - low) + low
     return nn.functional.avg_pool2d(curved, 3, stride=1, padding=1, count_include_pad=False)

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+import outergrad as og
 from outergrad.core.transport import Comm
 from outergrad.forward import LocalMixer, SeededGradients, seeded
 from outergrad.forward.signs import signs
-from ranks import run_on_lasting_groups
+from ranks import run_on_lasting_groups, run_ranks
 
 SITES = 2
 
@@ -112,7 +113,8 @@ def test_sites_with_other_data_agree_on_the_mean_of_both():
         assert (ours[name] - grad).norm() < 0.5 * grad.norm() + 0.02, name
 
 
-def test_a_step_is_the_weighted_sum_of_the_directions_of_all_sites():
+@pytest.mark.parametrize("sites", [2, 3])
+def test_a_step_is_the_weighted_sum_of_the_directions_of_all_sites(sites):
     """Against a reference that draws whole matrices and differentiates by backward."""
     draws, seed = 3, 5
 
@@ -123,10 +125,10 @@ def test_a_step_is_the_weighted_sum_of_the_directions_of_all_sites():
         gradients.step(*batch(rank))
         return {name: p.grad for name, p in model.named_parameters()}
 
-    ours, _ = on_sites(body)
+    ours, *_ = on_sites(body, sites)
     model = mlp()
     expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    for site in range(SITES):
+    for site in range(sites):
         model.zero_grad()
         loss_of(model, *batch(site)).backward()
         directions = {}
@@ -137,7 +139,7 @@ def test_a_step_is_the_weighted_sum_of_the_directions_of_all_sites():
         for d in range(draws):
             s = sum((p.grad * directions[n][d]).sum() for n, p in model.named_parameters())
             for name in expected:
-                expected[name] += s * directions[name][d] / (SITES * draws)
+                expected[name] += s * directions[name][d] / (sites * draws)
     for name, grad in expected.items():
         torch.testing.assert_close(ours[name], grad, rtol=1e-10, atol=1e-12)
 
@@ -178,8 +180,8 @@ def test_local_losses_are_as_exact_as_so_many_more_directions_of_one():
     assert square == pytest.approx(expected, rel=0.1)
 
 
-@pytest.mark.parametrize(("draws", "losses"), [(1, 1), (100, 1)])
-def test_a_site_sends_four_bytes_per_number_and_eight(draws, losses):
+@pytest.mark.parametrize("draws", [1, 100])
+def test_a_site_sends_four_bytes_per_number_and_eight(draws):
     def body(rank, group):
         model = mlp().float()
         made = SeededGradients(model, loss_of, draws=draws, seed=0, group=group)
@@ -188,7 +190,12 @@ def test_a_site_sends_four_bytes_per_number_and_eight(draws, losses):
             made.step(x.float(), y)
         return made.sent_bytes
 
-    assert on_sites(body) == [3 * (8 + 4 * draws * losses)] * SITES
+    assert on_sites(body) == [3 * (8 + 4 * draws)] * SITES
+
+
+def test_whole_numbers_of_any_type_draw_the_same():
+    like = torch.zeros(())
+    assert signs((20,), like, 3, 1).equal(signs((20,), like, torch.tensor(3), True))
 
 
 def test_sites_that_differ_are_told_before_anything_travels():
@@ -222,12 +229,107 @@ def test_no_gradient_changes_where_a_site_has_none_that_is_finite():
     on_sites(body)
 
 
+def rows_of(model, x, y):
+    return cross_entropy(model(x), y, reduction="none")
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_sites_with_other_numbers_of_losses_are_told_and_go_on(before):
+    def body(rank, group):
+        model = mlp()
+        made = SeededGradients(model, rows_of, draws=2, seed=0, group=group)
+        for _ in range(before):
+            made.step(*batch(rank))
+        grads = [p.grad for p in model.parameters()]
+        with pytest.raises((ValueError, RuntimeError)) as raised:
+            made.step(*batch(rank, rows=6 - rank))
+        assert all(p.grad is old for p, old in zip(model.parameters(), grads, strict=True))
+        made.step(*batch(rank))
+        assert made.taken == before + 1
+        assert made.sent_bytes == (made.taken + before) * (8 + 8 * 2 * 6)
+        return str(raised.value)
+
+    first, second = on_sites(body)
+    if before:
+        assert "site 1 has no derivatives for step 1" in first
+        assert "5 losses of torch.float64 where earlier steps had 6" in second
+    else:
+        assert first == second
+        assert "site 1 has 'losses: 5 of torch.float64'" in first
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_site_whose_losses_raise_leaves_no_site_waiting(before):
+    def body(rank, group):
+        made = SeededGradients(mlp(), loss_of, draws=2, seed=0, group=group)
+        for _ in range(before):
+            made.step(*batch(rank))
+        x, y = batch(rank)
+        with pytest.raises((ValueError, RuntimeError)) as raised:
+            made.step(x[:, : 4 - rank], y)
+        made.step(x, y)
+        return str(raised.value)
+
+    told, own = on_sites(body)
+    assert told.startswith("SeededGradients: site 1 has no" if before else "site 1 could not take")
+    assert "shapes cannot be multiplied" in own
+
+
+def test_a_lost_site_is_named():
+    def body(rank, group):
+        made = SeededGradients(mlp(), loss_of, draws=1, seed=0, group=group, timeout=0.5)
+        made.step(*batch(rank))
+        if rank == 2:
+            return
+        for _ in range(2):  # the second time at once
+            with pytest.raises(og.SiteLostError, match=r"site 2.*last checkpoint") as raised:
+                made.step(*batch(rank))
+            assert raised.value.step == 1
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_a_short_type_get_gradients_of_it(dtype):
+    """The losses may be of a longer type, as after `.float()`."""
+
+    def body(rank, group):
+        model = mlp().to(dtype)
+        made = SeededGradients(
+            model,
+            lambda m, x, y: loss_of(lambda x: m(x).float(), x, y),
+            draws=2,
+            seed=0,
+            group=group,
+        )
+        x, y = batch(rank)
+        made.step(x.to(dtype), y)
+        return [p.grad for p in model.parameters()]
+
+    ours, theirs = on_sites(body)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.dtype == dtype
+        assert one.isfinite().all()
+        assert one.equal(other)
+
+
+def test_owners_of_another_number_of_losses_are_refused():
+    def body(rank, group):
+        owners = {"0.weight": torch.ones(2, 5)}
+        made = SeededGradients(mlp(), loss_of, draws=1, seed=0, owners=owners, group=group)
+        with pytest.raises(ValueError, match=r"1 losses, and owners of '0\.weight' for 2"):
+            made.step(*batch(rank))
+
+    on_sites(body)
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
         ({"draws": 0}, "draws=0"),
         ({"owners": {"head": torch.ones(1, 3)}}, "names 'head'"),
         ({"owners": {"0.weight": torch.ones(1, 4)}}, r"give \(losses, 5\)"),
+        ({"owners": {"0.weight": torch.full((1, 5), 0.5)}}, "must be 0 or 1"),
     ],
 )
 def test_a_setting_out_of_range_is_refused(more, said):

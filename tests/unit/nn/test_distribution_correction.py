@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+import outergrad as og
 from outergrad.nn import DistributionCorrection, collecting, share
-from ranks import run_on_lasting_groups
+from ranks import run_on_lasting_groups, run_ranks
 
 
 def drawn(seed, *shape):
@@ -60,6 +61,48 @@ def test_equal_values_stay_equal_and_order_is_kept():
     assert found.flatten()[x.flatten().argsort()].diff().min() >= 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_ranks_are_exact_for_values_of_a_short_type(dtype):
+    """100,000 ranks are no numbers of float16; one value of many is off by the type alone."""
+    reference = drawn(0, 100_000, 1)
+    correction = referred(reference, quantiles=64).float()
+    x = (reference * 0.5 + 1).to(dtype)
+    exact = correction(x.float())
+    error = (correction(x).float() - exact).abs()
+    assert (error <= 2 * torch.finfo(dtype).eps * exact.abs().clamp(min=1)).all()
+    torch.testing.assert_close(
+        correction.distance(x), correction.distance(x.float()).to(dtype), rtol=0.05, atol=0.01
+    )
+
+
+@pytest.mark.parametrize("amount", [0.3, 0.7, 1.0])
+def test_nan_stays_nan_and_the_others_are_moved(amount):
+    reference, x = drawn(0, 50, 2), drawn(1, 50, 2)
+    correction, gone = referred(reference, 8, amount=amount), x.clone()
+    gone[3, 0] = float("nan")
+    found = correction(gone)
+    assert found[:, 0].isnan().nonzero().flatten().tolist() == [3]
+    assert found[:, 1].equal(correction(x)[:, 1])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_reference_takes_no_batch_that_is_not_finite(bad):
+    correction = DistributionCorrection(2, quantiles=8).double()
+    x = drawn(0, 8, 2)
+    with collecting(correction):
+        correction(x)
+        with pytest.raises(ValueError, match="NaN or infinities"):
+            correction(x.where(x != x[0, 0], bad))
+    assert correction.batches == 1
+    assert correction.reference.isfinite().all()
+
+
+def test_a_constant_channel_takes_the_median():
+    reference = drawn(0, 9, 1)
+    found = referred(reference, quantiles=9)(torch.full((4, 1), 7.0, dtype=torch.float64))
+    torch.testing.assert_close(found, reference.median().expand(4, 1))
+
+
 def test_a_part_of_the_way():
     reference, x = drawn(0, 8, 2), drawn(1, 8, 2) * 4
     whole, half, none = (referred(reference, 8, amount=a)(x) for a in (1.0, 0.5, 0.0))
@@ -91,10 +134,11 @@ def test_the_reference_is_the_mean_over_batches_and_is_saved():
 def test_collecting_starts_anew_and_restores_the_mode():
     model = nn.Sequential(DistributionCorrection(2, quantiles=8), nn.BatchNorm1d(2)).double()
     mean = model[1].running_mean.clone()
+    model[1].eval()  # as a norm that is kept fixed
     for seed in (0, 1):
         with collecting(model):
             model(drawn(seed, 8, 2))
-    assert model.training
+    assert [module.training for module in model.modules()] == [True, True, False]
     assert model[1].running_mean.equal(mean)
     torch.testing.assert_close(model[0].reference, drawn(1, 8, 2).sort(dim=0).values.T)
 
@@ -124,6 +168,36 @@ def test_sites_share_the_mean_of_their_quantiles_by_batches():
         torch.testing.assert_close(correction.reference, sum(ordered) / 3)
         assert correction.batches == 3
         assert sent == pytest.approx(2 * 2 / 3 * 8 * (2 * 8 + 1), abs=8)  # of a ring, float64
+
+
+def test_references_of_a_short_type_are_shared_without_overflow():
+    def body(rank, group):
+        model = DistributionCorrection(1, quantiles=4).half()
+        model.reference.fill_(100)
+        model.batches.fill_(3000)
+        return share(model, group=group), model
+
+    for sent, model in run_on_lasting_groups(2, body):
+        assert model.reference.eq(100).all()
+        assert model.batches == 6000
+        assert sent == 4 * (4 + 1)
+
+
+def test_corrections_that_differ_are_told():
+    def body(rank, group):
+        with pytest.raises(ValueError, match=r"site \d has 'correction 0: \(2, [89]\)"):
+            share(DistributionCorrection(2, quantiles=8 + rank), group=group)
+
+    run_on_lasting_groups(2, body)
+
+
+def test_a_site_that_does_not_share_is_named():
+    def body(rank, group):
+        if rank == 0:
+            with pytest.raises(og.SiteLostError, match=r"site 1.*og\.nn\.share"):
+                share(DistributionCorrection(2), group=group, timeout=0.5)
+
+    run_ranks(2, body)
 
 
 def test_sites_without_any_reference_are_told():
