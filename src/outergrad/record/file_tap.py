@@ -64,7 +64,7 @@ class FileTap(StepTap):
         self._kept: list[dict[str, Any]] = []
         self._step: dict[str, Any] | None = None
         self._truth: list[list[Tensor]] = []
-        self._bytes = 0
+        self._bytes, self._step_bytes = 0, 0
         self._is_full = False
 
     def truth(self, x: Tensor, y: Tensor) -> None:
@@ -98,35 +98,40 @@ class FileTap(StepTap):
 
     def begun(self, step: int) -> None:
         """Begins a step, with its weights, if it is to be kept."""
-        self._step = None
+        before, self._step, self._step_bytes = self._step, None, 0
+        truth, self._truth = self._truth, []
+        if before is not None and not truth:  # it starts again, with the batch that it had
+            truth = before["truth"]
         wanted = isinstance(self.steps, int) or step in self.steps
         if wanted and not self._is_done and self._run is not None:
-            self._step = {"step": step, "weights": _weights(self._run), "sent": []}
+            self._step = {"step": step, "weights": _weights(self._run), "sent": [], "truth": truth}
+            self._count(self._step)
 
     def sent(self, sent: Sent) -> None:
         """Keeps a copy of what leaves this site in a step."""
         if self._step is not None:
             self._step["sent"].append(_plain(copied(sent)))
+            self._count(self._step["sent"][-1])
 
     def ended(self, step: int) -> None:
         """Writes the steps so far."""
-        truth, self._truth = self._truth, []
         found, self._step = self._step, None
         if found is None:
             return
-        found["truth"] = truth
-        nbytes = sum(t.nbytes for t in _tensors(found))
-        if self._bytes + nbytes > self.most_bytes:
-            self._is_full = True
-            warn(
-                f"FileTap: step {step} is not kept: with its {nbytes:,} bytes {self.path} would "
-                f"have more than most_bytes={self.most_bytes:,}"
-            )
-            return
-        self._bytes += nbytes
+        self._bytes += self._step_bytes
         self._kept.append(found)
         assert self._run is not None
         save_whole(self.path, {**_about(self._run), "steps": self._kept}, mode=PRIVATE)
+
+    def _count(self, part: Mapping[str, Any]) -> None:
+        """Counts a part of the step, and drops the step as soon as it is too large to be kept."""
+        self._step_bytes += sum(t.nbytes for t in _tensors(part))
+        if self._step is not None and self._bytes + self._step_bytes > self.most_bytes:
+            step, self._step, self._is_full = self._step["step"], None, True
+            warn(
+                f"FileTap: step {step} is not kept: with it {self.path} would have more than "
+                f"most_bytes={self.most_bytes:,}"
+            )
 
 
 class SentStep:
