@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from outergrad._version import __version__
@@ -14,6 +15,8 @@ from outergrad.core.payload import Entries
 from outergrad.core.sent import Kind, Sent, StepTap, TappedRun, Way, copied
 from outergrad.core.types import Factors, Slot
 from outergrad.record.recorders import warn
+
+_T = TypeVar("_T")
 
 FORMAT = "outergrad: what a site sent, 1"
 PRIVATE = 0o600
@@ -145,13 +148,19 @@ class SentStep:
         weights: parameters and buffers of the model, by name.
         sent: all that left the site.
         truth: inputs and labels of each batch behind it; empty if they were not given.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is damaged.
     """
 
     def __init__(self, found: Mapping[str, Any]) -> None:
-        self.step: int = found["step"]
-        self.weights: dict[str, Tensor] = found["weights"]
+        self.step = _as(int, found["step"])
+        weights = _as(dict, found["weights"])
+        self.weights = {_as(str, name): _whole(t) for name, t in weights.items()}
         self.sent = [_sent(one, self.step) for one in found["sent"]]
-        self.truth: list[tuple[Tensor, Tensor]] = [(x, y) for x, y in found["truth"]]
+        self.truth = [(_whole(x), _whole(y)) for x, y in found["truth"]]
+        if any(not x.ndim or x.shape[:1] != y.shape[:1] for x, y in self.truth):
+            raise ValueError("not as many labels as rows")
 
 
 class SentFile:
@@ -178,11 +187,10 @@ class SentFile:
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise ValueError(f"it is no file of og.FileTap as outergrad {__version__} reads it")
         try:
-            self.method: str = found["method"]
-            self.transform: str = found["transform"]
-            self.local_steps: int | None = found["local_steps"]
-            self.site: int = found["site"]
-            self.sites: int = found["sites"]
+            self.method = _as(str, found["method"])
+            self.transform = _as(str, found["transform"])
+            self.local_steps = _or_none(int, found["local_steps"])
+            self.site, self.sites = _as(int, found["site"]), _as(int, found["sites"])
             self.steps = [SentStep(one) for one in found["steps"]]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"it is damaged: {error!r}") from error
@@ -222,7 +230,10 @@ def _tensors(found: Any) -> list[Tensor]:
 
 def _plain(sent: Sent) -> dict[str, Any]:
     """Returns it in containers that `torch.load` reads without running anything."""
-    content, told = sent.content, {"name": sent.name, "scale": sent.scale, "owner": sent.owner}
+    content, told = (
+        sent.content,
+        {"name": sent.name, "scale": float(sent.scale), "owner": sent.owner},
+    )
     told |= {"way": sent.way.value, "kind": sent.kind.value, "deltas": list(sent.deltas)}
     told["slot"] = None if sent.slot is None else sent.slot._asdict()
     if isinstance(content, Factors):
@@ -235,7 +246,10 @@ def _plain(sent: Sent) -> dict[str, Any]:
 
 
 def _sent(told: Mapping[str, Any], step: int) -> Sent:
-    content, form = told["content"], told["form"]
+    content, form = [*told["content"]], told["form"]
+    for t in content[:2] if form == "entries" else content:
+        if t is not None:
+            _whole(t)
     if form == "factors":
         content = Factors(*content)
     elif form == "entries":
@@ -244,13 +258,43 @@ def _sent(told: Mapping[str, Any], step: int) -> Sent:
     elif form == "tensor":
         (content,) = content
     return Sent(
-        name=told["name"],
+        name=_as(str, told["name"]),
         content=content,
         way=Way(told["way"]),
         step=step,
-        scale=told["scale"],
+        scale=_as(float, told["scale"]),
         slot=None if told["slot"] is None else Slot(**told["slot"]),
         kind=Kind(told["kind"]),
-        owner=told["owner"],
-        deltas=told["deltas"],
+        owner=_or_none(int, told["owner"]),
+        deltas=[*map(_whole, told["deltas"])],
     )
+
+
+def _as(kind: type[_T], value: Any) -> _T:
+    """Returns a value that is to be of a kind.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{type(value).__name__} in place of {kind.__name__}")
+    return value
+
+
+def _or_none(kind: type[_T], value: Any) -> _T | None:
+    return None if value is None else _as(kind, value)
+
+
+def _whole(t: Any) -> Tensor:
+    """Returns a tensor, if the file holds all of its numbers: others would take any memory.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it has more numbers than the file.
+    """
+    t = _as(Tensor, t)
+    if t.layout != torch.strided or t.device.type != "cpu":
+        raise ValueError(f"a tensor that is {t.layout} on {t.device}")
+    if t.nbytes > t.untyped_storage().nbytes():
+        raise ValueError(f"a tensor of {tuple(t.shape)} without all of its numbers")
+    return t
