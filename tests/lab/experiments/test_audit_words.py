@@ -9,7 +9,7 @@ import pytest
 
 from outergrad.record.readable import WORDS, Kind, Layer, Way, Word, layers_of
 from outergrad.tools.audit.audit import PART
-from outergrad.tools.audit.campaign import Finding
+from outergrad.tools.audit.findings import Finding
 from outergrad.tools.audit.things import is_data, thing_of
 from outergrad_lab.experiments.audited import told_of
 from outergrad_lab.workloads import WORKLOADS

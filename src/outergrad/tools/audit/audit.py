@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from outergrad.core.sent import Way
 from outergrad.launch.errors import RecipeError
-from outergrad.tools.audit.campaign import Campaign, Finding, Truth
+from outergrad.tools.audit.campaign import Campaign
+from outergrad.tools.audit.findings import Finding, Truth
 from outergrad.tools.audit.observed import Asked, Batches, observed
 from outergrad.tools.audit.observers import Observers
 from outergrad.tools.audit.places import places_of
@@ -107,11 +108,11 @@ class Seen:
         return max(self.findings, key=lambda one: one.share, default=None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns it in JSON types, without pictures."""
+        """Returns it in JSON types, without pairs of tensors."""
         names = ("method", "rows", "observer", "who", "source", "refused", "texts")
         told = {name: getattr(self, name) for name in names}
-        hidden = {"pictures": None, "ids": None}
-        return told | {"findings": [{**vars(one), **hidden} for one in self.findings]}
+        found = [{n: v for n, v in vars(f).items() if n != "pairs"} for f in self.findings]
+        return told | {"findings": found}
 
 
 def audit(question: Question, progress: Callable[[str], None] = lambda told: None) -> list[Seen]:

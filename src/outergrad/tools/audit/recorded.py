@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from outergrad.core.sent import Sent
 from outergrad.launch.errors import RecipeError
 from outergrad.record.file_tap import SentFile, SentStep
-from outergrad.tools.audit.campaign import Truth
+from outergrad.tools.audit.findings import Truth
 from outergrad.tools.audit.subjected import Subjected, subjected
 
 _FEWEST = 2

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from outergrad._printable import printable
 from outergrad.tools.audit.audit import Seen
-from outergrad.tools.audit.campaign import Finding
+from outergrad.tools.audit.findings import Finding
 
 
 def attacks_of(seen: Sequence[Seen]) -> list[str]:
