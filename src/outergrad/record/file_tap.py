@@ -74,7 +74,9 @@ class FileTap(StepTap):
         """Adds the batch of the next `backward()` to its step, to tell what an attack has found.
 
         Call it before each backward whose step is kept; with `og.LocalSteps` or `every=k` several
-        make up one. The rows are copied, and are written to the file as they are.
+        make up one. The rows are copied, and are written to the file as they are. Those of a step
+        that another site has discarded are dropped with it; where a backward of this site raises,
+        attach a new tap.
 
         Args:
             x: inputs, or ids, rows first.
