@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outergrad._version import __version__
-from outergrad._whole_files import load_plain, save_whole
+from outergrad._whole_files import PRIVATE, load_plain, save_whole
 from outergrad.core.payload import Entries
 from outergrad.core.sent import Kind, Sent, StepTap, TappedRun, Way, copied
 from outergrad.core.types import Factors, Slot
@@ -19,8 +19,6 @@ from outergrad.record.recorders import warn
 _T = TypeVar("_T")
 
 FORMAT = "outergrad: what a site sent, 1"
-PRIVATE = 0o600
-"""Mode of the files: whoever reads one reads what `outergrad audit` makes of it, and the truth."""
 
 
 class FileTap(StepTap):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from outergrad._whole_files import write_whole
+from outergrad._whole_files import PRIVATE, write_whole
 from outergrad.report.page import whole_page
 from outergrad.tools.audit.audit import Question, Seen
 from outergrad.tools.audit.findings import Finding
@@ -61,7 +61,7 @@ _LEAD = (
 
 
 def write_audit(question: Question, seen: Sequence[Seen], path: Path) -> int:
-    """Writes the page, in one file; returns its size in bytes.
+    """Writes the page, in one file that its owner alone may read; returns its size in bytes.
 
     Raises:
         OSError: It cannot be written; an existing one stays.
@@ -76,7 +76,7 @@ def write_audit(question: Question, seen: Sequence[Seen], path: Path) -> int:
         body=_table(seen) + "".join(_galleries(seen)) + _by_layer(seen),
         style=_STYLE,
     ).encode()
-    write_whole(path, content)
+    write_whole(path, content, mode=PRIVATE)
     return len(content)
 
 

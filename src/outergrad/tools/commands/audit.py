@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from outergrad._printable import printable
-from outergrad._whole_files import write_whole
+from outergrad._whole_files import PRIVATE, write_whole
 from outergrad.launch.console import errors_in_one_line, step_bars
 from outergrad.launch.errors import RecipeError
 from outergrad.tools.audit.audit import Question, Seen, audit
@@ -128,7 +128,7 @@ def audit_command(
             print(f"The truth beside what came back: {out.resolve()}")
         if json_file is not None:
             told = json.dumps([one.as_dict() for one in seen], indent=1) + "\n"
-            _save(json_file, "--json", lambda: write_whole(json_file, told))
+            _save(json_file, "--json", lambda: write_whole(json_file, told, mode=PRIVATE))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

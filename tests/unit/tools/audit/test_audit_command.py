@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 import textwrap
 
 import pytest
@@ -74,6 +75,8 @@ def test_a_model_of_ones_own_is_audited(mine):
     page = (mine / "found.html").read_text()
     assert page.count('alt="a true row"') == page.count('alt="what came back"') > 0
     assert "<script" not in page
+    for name in ("found.html", "found.json"):  # they show rows and texts
+        assert stat.S_IMODE((mine / name).stat().st_mode) == 0o600
     told = json.loads((mine / "found.json").read_text())
     assert {(one["method"], one["rows"], one["observer"]) for one in told} >= {
         ("dense", 1, "a part"),
