@@ -61,18 +61,25 @@ def whole_file(path: Path, through_links: bool = True, mode: int = 0o666) -> Ite
             unfinished.unlink()
 
 
-def write_whole(path: Path, content: str | bytes, through_links: bool = True) -> None:
+PRIVATE = 0o600
+"""Mode of files that show data: their owner alone may read them."""
+
+
+def write_whole(
+    path: Path, content: str | bytes, through_links: bool = True, mode: int = 0o666
+) -> None:
     """Writes text, as UTF-8, or bytes to a file atomically.
 
     Args:
         path: as for `whole_file`.
         content: of the file.
         through_links: as for `whole_file`.
+        mode: as for `whole_file`.
 
     Raises:
         OSError: as `whole_file`.
     """
-    with whole_file(path, through_links) as file:
+    with whole_file(path, through_links, mode) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 

@@ -1,4 +1,4 @@
-"""Every figure of an audit on docs/privacy.md is one of the audit's results."""
+"""Figures of an audit on docs/privacy.md and docs/audit.md are those of the audit's results."""
 
 from __future__ import annotations
 
@@ -24,11 +24,21 @@ def results() -> list[dict]:
     return [json.loads(line) for line in (FOLDER / "results.jsonl").read_text().splitlines()]
 
 
-def figure(value: str, method: str, rows: int, workload: str = "mlp", seen: str = PART) -> float:
+def observer(method: str, rows: int, workload: str = "mlp", seen: str = PART) -> dict:
     wanted = {"workload": workload, "method": method, "batch_size": rows}
     (found,) = (one for one in results() if one["settings"].items() >= wanted.items())
     (observer,) = (one for one in found["observers"] if one["observer"] == seen)
-    return told_of(observer)[value]
+    return observer
+
+
+def figure(value: str, *of, **more) -> float:
+    return told_of(observer(*of, **more))[value]
+
+
+def findings(method: str, rows: int, attack: str) -> list[dict]:
+    """Those of all attacks on a site's own part of the MLP whose names begin so."""
+    found = observer(method, rows)["findings"]
+    return [one for one in found if one["attack"].startswith(attack)]
 
 
 def back(*of, thing="rows", **more) -> str:
@@ -41,6 +51,7 @@ def auc(*of, **more) -> str:
 
 RANK_4, RANK_16 = "rank-dad:rank=4", "rank-dad:rank=16"
 INT8, INT4 = "dad:always=True:wire=int8", "dad:always=True:wire=int4"
+SKETCHES, LOCAL = "rank-dad:rank=4:reduce=all_reduce", "local-steps:k=4"
 SENTENCES = {
     "`og.Dense()` {} of 8 rows and {} of 32": lambda: (back("dense", 8), back("dense", 32)),
     "whether it was there (AUC {}, where 0.5 is chance; the span of the gradient named {}": (
@@ -103,16 +114,60 @@ def test_what_is_said_in_words_is_measured_too():
     assert min(all_of("tokens_back", workload="encoder", choose=lambda m: "@" not in m)) == 1.0
     assert "tokens came back in every batch and from every method without noise" in PAGE
     assert max(all_of("tokens_back", choose=lambda method: "@" in method)) == 0.0
+    assert max(all_of("rows_back", workload="cnn")) == 0.0
+    assert "Of the CNN no image came back" in PAGE
     assert figure("labels_back", "dense", 32, workload="cnn") == 1.0
     for value in ("rows_back", "texts_back", "tokens_back", "members_named"):
         assert max(all_of(value, seen=MASKED)) == 0.0
 
 
+NAMED = {"`dad` in int8": INT8, "`dad` in int4": INT4}
+NAMED |= {f"`{SKETCHES}`, both sketches": SKETCHES, "`local-steps:k=4` (four batches)": LOCAL}
+
+
+def table_of_audit() -> list[list[str]]:
+    """The cells of each method in the table of docs/audit.md."""
+    page = (REPOSITORY / "docs" / "audit.md").read_text()
+    lines = page[page.index("| method | 1 row |") :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.parametrize("cells", table_of_audit(), ids=lambda cells: cells[0])
+def test_the_table_of_the_audits_page_is_measured(cells):
+    name, *back, labels, auc_at_32 = cells
+    method = NAMED.get(name, name.strip("`"))
+    for rows, told in zip((1, 8, 32, 128), back, strict=True):
+        best = max(findings(method, rows, "rows"), key=lambda one: (one["found"], one["exact"]))
+        of = f" of {best['of']}" if method.startswith("local-steps") and best["of"] > rows else ""
+        exactly = ", not exactly" if best["exact"] < best["found"] else ""
+        assert told == f"{best['found']}{of}{exactly}"
+    assert auc_at_32 == auc(method, 32)
+    (found,) = findings(method, 32, "labels")
+    of = f" of {found['of']}" if found["of"] > 32 else ""
+    signs = ", each, by signs" if found["attack"] == "labels by signs" else ""
+    assert labels == f"{found['found']}{of}{signs}"
+
+
+def test_what_the_audits_page_says_of_canaries_is_measured():
+    page = (REPOSITORY / "docs" / "audit.md").read_text()
+    found = [
+        one
+        for result in results()
+        if result["settings"]["workload"] == "mlp"
+        for observer in result["observers"]
+        for one in observer["findings"]
+    ]
+    named = [one for one in found if one["attack"] == "members by the span"]
+    assert sum(one["false"] for one in named) == 0
+    assert f"none of the MLP's {sum(one['canaries'] for one in named):,} was taken" in page
+    assert sum(one["false"] for one in found if one["attack"] == "rows by SPEAR") == 0
+    few, one = (findings(m, n, "rows by division")[0] for m, n in ((RANK_4, 8), ("sparse", 1)))
+    assert f"{few['false']} in `{RANK_4}` at 8 rows, {one['false']} in `sparse` at 1." in page
+
+
 @pytest.mark.parametrize("batch_size", [1, 8, 32])
 def test_rows_in_eight_bits_did_not_come_back_exactly(batch_size):
-    wanted = {"workload": "mlp", "method": INT8, "batch_size": batch_size}
-    (found,) = (one for one in results() if one["settings"] == wanted)
-    rows = [one for one in found["observers"][0]["findings"] if one["attack"].startswith("rows")]
+    rows = findings(INT8, batch_size, "rows")
     assert max(one["found"] for one in rows) == batch_size
     assert max(one["exact"] for one in rows) == 0
 

@@ -139,7 +139,11 @@ class StepTap(Tap, Protocol):
         ...
 
     def begun(self, step: int) -> None:
-        """Learns that a shared step begins: what is sent from now on is of this one."""
+        """Learns that a shared step begins: what is sent from now on is of this one.
+
+        Told once more if the step starts again because a site has other rows than expected: what
+        was sent of it before is thrown away by all sites.
+        """
         ...
 
     def ended(self, step: int) -> None:

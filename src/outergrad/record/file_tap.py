@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from outergrad._version import __version__
-from outergrad._whole_files import load_plain, save_whole
+from outergrad._whole_files import PRIVATE, load_plain, save_whole
 from outergrad.core.payload import Entries
 from outergrad.core.sent import Kind, Sent, StepTap, TappedRun, Way, copied
 from outergrad.core.types import Factors, Slot
 from outergrad.record.recorders import warn
 
+_T = TypeVar("_T")
+
 FORMAT = "outergrad: what a site sent, 1"
-PRIVATE = 0o600
-"""Mode of the files: whoever reads one reads what `outergrad audit` makes of it, and the truth."""
 
 
 class FileTap(StepTap):
@@ -64,14 +65,16 @@ class FileTap(StepTap):
         self._kept: list[dict[str, Any]] = []
         self._step: dict[str, Any] | None = None
         self._truth: list[list[Tensor]] = []
-        self._bytes = 0
+        self._bytes, self._step_bytes = 0, 0
         self._is_full = False
 
     def truth(self, x: Tensor, y: Tensor) -> None:
         """Adds the batch of the next `backward()` to its step, to tell what an attack has found.
 
         Call it before each backward whose step is kept; with `og.LocalSteps` or `every=k` several
-        make up one. The rows are copied, and are written to the file as they are.
+        make up one. The rows are copied, and are written to the file as they are. Those of a step
+        that another site has discarded are dropped with it; where a backward of this site raises,
+        attach a new tap.
 
         Args:
             x: inputs, or ids, rows first.
@@ -98,35 +101,40 @@ class FileTap(StepTap):
 
     def begun(self, step: int) -> None:
         """Begins a step, with its weights, if it is to be kept."""
-        self._step = None
+        before, self._step, self._step_bytes = self._step, None, 0
+        truth, self._truth = self._truth, []
+        if before is not None and not truth:  # it starts again, with the batch that it had
+            truth = before["truth"]
         wanted = isinstance(self.steps, int) or step in self.steps
         if wanted and not self._is_done and self._run is not None:
-            self._step = {"step": step, "weights": _weights(self._run), "sent": []}
+            self._step = {"step": step, "weights": _weights(self._run), "sent": [], "truth": truth}
+            self._count(self._step)
 
     def sent(self, sent: Sent) -> None:
         """Keeps a copy of what leaves this site in a step."""
         if self._step is not None:
             self._step["sent"].append(_plain(copied(sent)))
+            self._count(self._step["sent"][-1])
 
     def ended(self, step: int) -> None:
         """Writes the steps so far."""
-        truth, self._truth = self._truth, []
         found, self._step = self._step, None
         if found is None:
             return
-        found["truth"] = truth
-        nbytes = sum(t.nbytes for t in _tensors(found))
-        if self._bytes + nbytes > self.most_bytes:
-            self._is_full = True
-            warn(
-                f"FileTap: step {step} is not kept: with its {nbytes:,} bytes {self.path} would "
-                f"have more than most_bytes={self.most_bytes:,}"
-            )
-            return
-        self._bytes += nbytes
+        self._bytes += self._step_bytes
         self._kept.append(found)
         assert self._run is not None
         save_whole(self.path, {**_about(self._run), "steps": self._kept}, mode=PRIVATE)
+
+    def _count(self, part: Mapping[str, Any]) -> None:
+        """Counts a part of the step, and drops the step as soon as it is too large to be kept."""
+        self._step_bytes += sum(t.nbytes for t in _tensors(part))
+        if self._step is not None and self._bytes + self._step_bytes > self.most_bytes:
+            step, self._step, self._is_full = self._step["step"], None, True
+            warn(
+                f"FileTap: step {step} is not kept: with it {self.path} would have more than "
+                f"most_bytes={self.most_bytes:,}"
+            )
 
 
 class SentStep:
@@ -140,13 +148,19 @@ class SentStep:
         weights: parameters and buffers of the model, by name.
         sent: all that left the site.
         truth: inputs and labels of each batch behind it; empty if they were not given.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is damaged.
     """
 
     def __init__(self, found: Mapping[str, Any]) -> None:
-        self.step: int = found["step"]
-        self.weights: dict[str, Tensor] = found["weights"]
+        self.step = _as(int, found["step"])
+        weights = _as(dict, found["weights"])
+        self.weights = {_as(str, name): _whole(t) for name, t in weights.items()}
         self.sent = [_sent(one, self.step) for one in found["sent"]]
-        self.truth: list[tuple[Tensor, Tensor]] = [(x, y) for x, y in found["truth"]]
+        self.truth = [(_whole(x), _whole(y)) for x, y in found["truth"]]
+        if any(not x.ndim or x.shape[:1] != y.shape[:1] for x, y in self.truth):
+            raise ValueError("not as many labels as rows")
 
 
 class SentFile:
@@ -173,11 +187,10 @@ class SentFile:
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise ValueError(f"it is no file of og.FileTap as outergrad {__version__} reads it")
         try:
-            self.method: str = found["method"]
-            self.transform: str = found["transform"]
-            self.local_steps: int | None = found["local_steps"]
-            self.site: int = found["site"]
-            self.sites: int = found["sites"]
+            self.method = _as(str, found["method"])
+            self.transform = _as(str, found["transform"])
+            self.local_steps = _or_none(int, found["local_steps"])
+            self.site, self.sites = _as(int, found["site"]), _as(int, found["sites"])
             self.steps = [SentStep(one) for one in found["steps"]]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"it is damaged: {error!r}") from error
@@ -217,7 +230,10 @@ def _tensors(found: Any) -> list[Tensor]:
 
 def _plain(sent: Sent) -> dict[str, Any]:
     """Returns it in containers that `torch.load` reads without running anything."""
-    content, told = sent.content, {"name": sent.name, "scale": sent.scale, "owner": sent.owner}
+    content, told = (
+        sent.content,
+        {"name": sent.name, "scale": float(sent.scale), "owner": sent.owner},
+    )
     told |= {"way": sent.way.value, "kind": sent.kind.value, "deltas": list(sent.deltas)}
     told["slot"] = None if sent.slot is None else sent.slot._asdict()
     if isinstance(content, Factors):
@@ -230,7 +246,10 @@ def _plain(sent: Sent) -> dict[str, Any]:
 
 
 def _sent(told: Mapping[str, Any], step: int) -> Sent:
-    content, form = told["content"], told["form"]
+    content, form = [*told["content"]], told["form"]
+    for t in content[:2] if form == "entries" else content:
+        if t is not None:
+            _whole(t)
     if form == "factors":
         content = Factors(*content)
     elif form == "entries":
@@ -239,13 +258,43 @@ def _sent(told: Mapping[str, Any], step: int) -> Sent:
     elif form == "tensor":
         (content,) = content
     return Sent(
-        name=told["name"],
+        name=_as(str, told["name"]),
         content=content,
         way=Way(told["way"]),
         step=step,
-        scale=told["scale"],
+        scale=_as(float, told["scale"]),
         slot=None if told["slot"] is None else Slot(**told["slot"]),
         kind=Kind(told["kind"]),
-        owner=told["owner"],
-        deltas=told["deltas"],
+        owner=_or_none(int, told["owner"]),
+        deltas=[*map(_whole, told["deltas"])],
     )
+
+
+def _as(kind: type[_T], value: Any) -> _T:
+    """Returns a value that is to be of a kind.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{type(value).__name__} in place of {kind.__name__}")
+    return value
+
+
+def _or_none(kind: type[_T], value: Any) -> _T | None:
+    return None if value is None else _as(kind, value)
+
+
+def _whole(t: Any) -> Tensor:
+    """Returns a tensor, if the file holds all of its numbers: others would take any memory.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it has more numbers than the file.
+    """
+    t = _as(Tensor, t)
+    if t.layout != torch.strided or t.device.type != "cpu":
+        raise ValueError(f"a tensor that is {t.layout} on {t.device}")
+    if t.nbytes > t.untyped_storage().nbytes():
+        raise ValueError(f"a tensor of {tuple(t.shape)} without all of its numbers")
+    return t

@@ -25,7 +25,7 @@ class Word(Enum):
     NOTHING = "nothing is sent"
 
 
-class Kind(Enum):
+class LayerKind(Enum):
     """Kind of layer, by what its gradient is a product of."""
 
     LINEAR = "rows"
@@ -34,7 +34,7 @@ class Kind(Enum):
     OTHER = "others"
 
 
-class Way(Enum):
+class Content(Enum):
     """Content of a layer's messages, whatever their bytes are."""
 
     ROWS = "rows as they are"
@@ -45,31 +45,31 @@ class Way(Enum):
     OTHERWISE = "what no audit knows"
 
 
-WORDS: Mapping[tuple[Kind, Way], Word] = {
-    (Kind.LINEAR, Way.ROWS): Word.ROWS,
-    (Kind.LINEAR, Way.GRADIENT): Word.FEW_ROWS,
-    (Kind.LINEAR, Way.PARTS): Word.FEW_ROWS,
-    (Kind.LINEAR, Way.ENTRIES): Word.MEMBERS,
-    (Kind.LINEAR, Way.NOISE): Word.NOISE,
-    (Kind.EMBEDDING, Way.GRADIENT): Word.TOKENS,
-    (Kind.EMBEDDING, Way.PARTS): Word.TOKENS,
-    (Kind.EMBEDDING, Way.ENTRIES): Word.TOKENS,
-    (Kind.EMBEDDING, Way.NOISE): Word.NOISE,
-    (Kind.CONVOLUTION, Way.GRADIENT): Word.MEMBERS,
-    (Kind.CONVOLUTION, Way.PARTS): Word.UNFOUND,
-    (Kind.CONVOLUTION, Way.ENTRIES): Word.UNFOUND,
+WORDS: Mapping[tuple[LayerKind, Content], Word] = {
+    (LayerKind.LINEAR, Content.ROWS): Word.ROWS,
+    (LayerKind.LINEAR, Content.GRADIENT): Word.FEW_ROWS,
+    (LayerKind.LINEAR, Content.PARTS): Word.FEW_ROWS,
+    (LayerKind.LINEAR, Content.ENTRIES): Word.MEMBERS,
+    (LayerKind.LINEAR, Content.NOISE): Word.NOISE,
+    (LayerKind.EMBEDDING, Content.GRADIENT): Word.TOKENS,
+    (LayerKind.EMBEDDING, Content.PARTS): Word.TOKENS,
+    (LayerKind.EMBEDDING, Content.ENTRIES): Word.TOKENS,
+    (LayerKind.EMBEDDING, Content.NOISE): Word.NOISE,
+    (LayerKind.CONVOLUTION, Content.GRADIENT): Word.MEMBERS,
+    (LayerKind.CONVOLUTION, Content.PARTS): Word.UNFOUND,
+    (LayerKind.CONVOLUTION, Content.ENTRIES): Word.UNFOUND,
 }
-"""Words by kind of layer and way of travel, as measured by ``outergrad reproduce audit --full``; of
-what is not here no attack has been tried."""
+"""Words by kind of layer and content of its messages, as measured by ``outergrad reproduce audit
+--full``; of what is not here no attack has been tried."""
 
 _GRADIENTS = (
     *("this site's gradient", "this site's change"),
     *("the mean gradient", "the mean change"),
 )
-_TYPES: Sequence[tuple[tuple[type[nn.Module], ...], Kind]] = (
-    ((nn.Linear, nn.MultiheadAttention), Kind.LINEAR),
-    ((nn.Embedding, nn.EmbeddingBag), Kind.EMBEDDING),
-    ((nn.Conv1d, nn.Conv2d, nn.Conv3d), Kind.CONVOLUTION),
+_TYPES: Sequence[tuple[tuple[type[nn.Module], ...], LayerKind]] = (
+    ((nn.Linear, nn.MultiheadAttention), LayerKind.LINEAR),
+    ((nn.Embedding, nn.EmbeddingBag), LayerKind.EMBEDDING),
+    ((nn.Conv1d, nn.Conv2d, nn.Conv3d), LayerKind.CONVOLUTION),
 )
 
 
@@ -81,7 +81,7 @@ class Layer(NamedTuple):
         weight: Full name of its weight, with whose gradient an attack begins.
     """
 
-    kind: Kind
+    kind: LayerKind
     weight: str
 
 
@@ -94,15 +94,17 @@ def layers_of(model: nn.Module) -> dict[str, Layer]:
     linear: set[int] = set()
     names = {id(p): name for name, p in model.named_parameters()}
     for prefix, module in model.named_modules():
-        kind = next((kind for types, kind in _TYPES if isinstance(module, types)), Kind.OTHER)
+        kind = next((kind for types, kind in _TYPES if isinstance(module, types)), LayerKind.OTHER)
         own = dict(module.named_parameters(prefix, recurse=False))
         weight = next((name for name, p in own.items() if p.dim() > 1), "")
         for p in own.values():
-            if kind == Kind.LINEAR:
+            if kind == LayerKind.LINEAR:
                 linear.add(id(p))
             found.setdefault(names[id(p)], Layer(kind, weight))
     tied = {names[p] for p in linear}
-    return {n: one._replace(kind=Kind.LINEAR) if n in tied else one for n, one in found.items()}
+    return {
+        n: one._replace(kind=LayerKind.LINEAR) if n in tied else one for n, one in found.items()
+    }
 
 
 def read_noted(
@@ -122,23 +124,25 @@ def read_noted(
     by_name = {line.parameter: line for line in lines}
 
     def word(line: Travel) -> Word:
-        if way_of(line) is None:
+        if content_of(line) is None:
             return Word.NOTHING
-        layer = layers.get(line.parameter, Layer(Kind.OTHER, ""))
-        way = way_of(by_name.get(layer.weight, line))
-        if changed and way is not None:
-            way = Way.NOISE if noisy else Way.OTHERWISE
-        return Word.UNTRIED if way is None else WORDS.get((layer.kind, way), Word.UNTRIED)
+        layer = layers.get(line.parameter, Layer(LayerKind.OTHER, ""))
+        content = content_of(by_name.get(layer.weight, line))
+        if changed and content is not None:
+            content = Content.NOISE if noisy else Content.OTHERWISE
+        return Word.UNTRIED if content is None else WORDS.get((layer.kind, content), Word.UNTRIED)
 
     return Coverage(tuple(replace(line, read=word(line).value) for line in lines))
 
 
-def way_of(line: Travel) -> Way | None:
+def content_of(line: Travel) -> Content | None:
     """Returns what the messages of a parameter say; None if there are none."""
     if line.reveals == "nothing":
         return None
     if line.reveals.endswith("of each row"):
-        return Way.ROWS
+        return Content.ROWS
     if not line.reveals.startswith(_GRADIENTS):
-        return Way.OTHERWISE
-    return {"low rank": Way.PARTS, "sparse": Way.ENTRIES}.get(line.travels, Way.GRADIENT)
+        return Content.OTHERWISE
+    return {"low rank": Content.PARTS, "sparse": Content.ENTRIES}.get(
+        line.travels, Content.GRADIENT
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from outergrad.core.sent import Sent, StepTap, Tap, TappedRun
 from outergrad.record.recorders import warn
@@ -21,30 +22,39 @@ class GuardedTap(StepTap):
     """
 
     def __init__(self, tap: Tap) -> None:
+        self._name = type(tap).__name__
         self._tap: Tap | None = tap
-        self.follows_steps = isinstance(tap, StepTap)
+        self._of_steps = tap if isinstance(tap, StepTap) else None
+        self.follows_steps = self._of_steps is not None
 
     def sent(self, sent: Sent) -> None:
         """Tells it of something that leaves this site."""
-        self._guarded(lambda tap: tap.sent(sent))
+        if self._tap is not None:
+            with self._guarded():
+                self._tap.sent(sent)
 
     def attached(self, run: TappedRun) -> None:
         """Tells it what it listens to."""
-        self._guarded(lambda tap: tap.attached(run) if isinstance(tap, StepTap) else None)
+        if self._of_steps is not None:
+            with self._guarded():
+                self._of_steps.attached(run)
 
     def begun(self, step: int) -> None:
         """Tells it that a step begins."""
-        self._guarded(lambda tap: tap.begun(step) if isinstance(tap, StepTap) else None)
+        if self._of_steps is not None:
+            with self._guarded():
+                self._of_steps.begun(step)
 
     def ended(self, step: int) -> None:
         """Tells it that a step has been applied."""
-        self._guarded(lambda tap: tap.ended(step) if isinstance(tap, StepTap) else None)
+        if self._of_steps is not None:
+            with self._guarded():
+                self._of_steps.ended(step)
 
-    def _guarded(self, tell: Callable[[Tap], object]) -> None:
-        if self._tap is None:
-            return
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
         try:
-            tell(self._tap)
+            yield
         except Exception as error:
-            kind, self._tap = type(self._tap).__name__, None
-            warn(f"the tap {kind} failed and is dropped: {error!r}")
+            self._tap = self._of_steps = None
+            warn(f"the tap {self._name} failed and is dropped: {error!r}")

@@ -280,6 +280,7 @@ class Exchange:
             "participant": self._at.participant,
             "votes": self.votes,
             "counter": self.counter,
+            "tap": self._tap,
         }
         spec = StepSpec(comm=self._at.comm, header=header, **(own | about))
         return self._ranks.step(spec, self.unshared)

@@ -10,6 +10,7 @@ from outergrad.capture.engine import NO_TASK
 from outergrad.commit.deferred_votes import DeferredVotes
 from outergrad.commit.participant import CommitParticipant
 from outergrad.core.model import Model
+from outergrad.core.sent import StepTap
 from outergrad.core.transform import Counter, GradientTransform
 from outergrad.core.transport import Comm
 from outergrad.messages.header import Header
@@ -48,6 +49,7 @@ class StepSpec:
         participant: commit participant of this site; None if there is no board.
         votes: deferred votes of the session, on the steps before.
         plan: plan of the last step, which this one follows; None if it makes its own.
+        tap: is told if the step begins again; None without one.
     """
 
     model: Model
@@ -69,6 +71,7 @@ class StepSpec:
     participant: CommitParticipant | None = None
     votes: DeferredVotes = field(default_factory=DeferredVotes)
     plan: StepPlan | None = None
+    tap: StepTap | None = None
 
     def captured(self) -> Captured:
         """Returns a store for the factors of the backward, begun with rows of earlier passes."""

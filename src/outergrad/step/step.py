@@ -93,6 +93,7 @@ class SharedStep:
         self.captured = spec.captured()
         transforming = None if spec.transform is None else spec.transforming(self.captured)
         self._transforming, self._counter = transforming, spec.counter
+        self._tap = spec.tap
         self._holds_back = transforming is not None and transforming.holds_back
         self._waiting = set(spec.used)
         """Parameters that the backward has still to reach."""
@@ -496,6 +497,8 @@ class SharedStep:
         self.context.state = State.GOOD
         self.context.forget()
         self._ballot = Ballot(self._comm, self.context.header, self.subjects)
+        if self._tap is not None:
+            self._tap.begun(header.step)
         self._announce(header)
 
     # -- whether it counts ----------------------------------------------------------------------

@@ -181,7 +181,7 @@ def ag_news_decoder(folder: Path) -> Decoder:
 
 def film_reviews_decoder(folder: Path) -> Decoder:
     """Returns what makes texts, in lower case, of the ids of `read_film_reviews`."""
-    return _tokens_decoder(replace(IMDB, length=sys.maxsize), folder)
+    return _tokens_decoder(FILM_REVIEWS, folder)
 
 
 def _tokens_decoder(texts: Texts, folder: Path) -> Decoder:
@@ -245,6 +245,10 @@ AG_NEWS = Texts(
 )
 
 
+FILM_REVIEWS = replace(IMDB, name="film-reviews", length=sys.maxsize)
+"""The same reviews, with all of their words."""
+
+
 def read_imdb(folder: Path) -> Dataset:
     """Reads reviews of films, 0 bad or 1 good: the first 128 tokens of each."""
     return _read(IMDB, folder)
@@ -279,8 +283,7 @@ def read_film_reviews(folder: Path) -> Dataset:
 
 
 def _make_running(train: Path, test: Path) -> Arrays:
-    whole = replace(IMDB, length=sys.maxsize)
-    (train_texts, _), (test_texts, _) = (_part(whole, path) for path in (train, test))
+    (train_texts, _), (test_texts, _) = (_part(FILM_REVIEWS, path) for path in (train, test))
     tokenizer = learn_tokens(train_texts)
     return {"train": _running(tokenizer, train_texts), "test": _running(tokenizer, test_texts)}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from outergrad.launch.errors import RecipeError
 from outergrad.tools.audit.audit import Question, Seen, audit
-from outergrad.tools.audit.campaign import Finding
+from outergrad.tools.audit.findings import Finding
 from outergrad.tools.audit.observed import Asked
 from outergrad.tools.audit.things import DATA, thing_of
 from outergrad_lab.experiments.task import Context, at_least
@@ -23,7 +23,7 @@ class AuditWork:
     """Attacks what a method sends in one step, with every attack that fits the model.
 
     Its result has, for each observer, the findings of all attacks as they are in
-    `outergrad.tools.audit.campaign.Finding`, without pictures. A method that does not go with the
+    `outergrad.tools.audit.findings.Finding`, without pairs. A method that does not go with the
     model leaves the task out, with ``{"skipped": why}``.
 
     Attributes:

@@ -7,9 +7,9 @@ from collections import defaultdict
 
 import pytest
 
-from outergrad.record.readable import WORDS, Kind, Layer, Way, Word, layers_of
+from outergrad.record.readable import WORDS, Content, Layer, LayerKind, Word, layers_of
 from outergrad.tools.audit.audit import PART
-from outergrad.tools.audit.campaign import Finding
+from outergrad.tools.audit.findings import Finding
 from outergrad.tools.audit.things import is_data, thing_of
 from outergrad_lab.experiments.audited import told_of
 from outergrad_lab.workloads import WORKLOADS
@@ -17,38 +17,38 @@ from places import REPOSITORY
 
 RESULTS = REPOSITORY / "experiments" / "results" / "audit-full" / "results.jsonl"
 WAYS = {
-    "dad-activations": Way.ROWS,
-    "edad": Way.ROWS,
-    "rank-dad": Way.PARTS,
-    "sparse": Way.ENTRIES,
-    "dense": Way.GRADIENT,
-    "dad": Way.GRADIENT,
-    "local-steps": Way.GRADIENT,
+    "dad-activations": Content.ROWS,
+    "edad": Content.ROWS,
+    "rank-dad": Content.PARTS,
+    "sparse": Content.ENTRIES,
+    "dense": Content.GRADIENT,
+    "dad": Content.GRADIENT,
+    "local-steps": Content.GRADIENT,
 }
-OF = {Kind.LINEAR: "mlp", Kind.EMBEDDING: "encoder", Kind.CONVOLUTION: "cnn"}
+OF = {LayerKind.LINEAR: "mlp", LayerKind.EMBEDDING: "encoder", LayerKind.CONVOLUTION: "cnn"}
 """Workload whose first layer is of that kind."""
 MOST, CHANCE = 0.5, 2.5
 """Share of rows or tokens that count as back, and deviations of an AUC that are no chance."""
 LARGE = 128
 
 
-def measured() -> dict[tuple[Kind, Way], list[tuple[int, dict]]]:
+def measured() -> dict[tuple[LayerKind, Content], list[tuple[int, dict]]]:
     """Batch size and a site's own part of each audit, by kind of its first layer and way."""
     found = defaultdict(list)
     for line in RESULTS.read_text().splitlines():
         result = json.loads(line)
         settings = result["settings"]
         name, _, epsilon = settings["method"].partition("@")
-        way = Way.NOISE if epsilon else WAYS[name.partition(":")[0]]
+        way = Content.NOISE if epsilon else WAYS[name.partition(":")[0]]
         kind = next((kind for kind, one in OF.items() if one == settings["workload"]), None)
         part = next(one for one in result["observers"] if one["observer"] == PART)
         # An embedding and convolutions have no rows that would travel as they are.
-        if kind and (way != Way.ROWS or kind == Kind.LINEAR):
+        if kind and (way != Content.ROWS or kind == LayerKind.LINEAR):
             found[kind, way].append((settings["batch_size"], part))
     return found
 
 
-def word_of(parts: list[tuple[int, dict]], way: Way) -> Word:
+def word_of(parts: list[tuple[int, dict]], way: Content) -> Word:
     """The strongest word that these audits bear out."""
     back, tokens, members = defaultdict(list), [], []
     for rows, part in parts:
@@ -67,7 +67,7 @@ def word_of(parts: list[tuple[int, dict]], way: Way) -> Word:
     if max(tokens) >= MOST:
         return Word.TOKENS
     if max(members) > CHANCE:
-        return Word.NOISE if way == Way.NOISE else Word.MEMBERS
+        return Word.NOISE if way == Content.NOISE else Word.MEMBERS
     return Word.UNFOUND
 
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import outergrad as og
 from cases import Boom
-from outergrad.core.sent import Sent, copied
+from outergrad.core.sent import Sent, TappedRun, Way, copied
 from outergrad.record.file_tap import SentFile
+from outergrad.tools.audit.view import view_of
 from ranks import run_on_lasting_groups
 
 torch.manual_seed(0)
@@ -140,6 +141,70 @@ def test_a_step_that_would_be_too_large_is_left_out_with_a_warning(tmp_path):
     with pytest.warns(UserWarning, match="most_bytes"):
         trained(tmp_path / "sent.pt", og.Dense(), keeps=3, most_bytes=most)
     assert len(SentFile(tmp_path / "sent.pt").steps) == 1
+
+
+def test_a_step_that_is_too_large_is_dropped_before_all_of_it_is_copied(tmp_path):
+    tap, model = og.FileTap(tmp_path / "sent.pt", most_bytes=100), nn.Linear(3, 2)
+    about = {"method": "", "local_steps": None, "site": 0, "sites": 2}
+    tap.attached(TappedRun(model=model, weights={}, **about))
+    tap.begun(0)
+    told = Sent(name="weight", content=torch.ones(2, 3), way=Way.SUMMED, step=0)
+    for _ in range(2):
+        tap.sent(told)  # 32 bytes of weights, and 24 each
+    with pytest.warns(UserWarning, match="step 0 is not kept.*most_bytes=100"):
+        tap.sent(told)
+    tap.sent(told)
+    tap.ended(0)
+    assert not tap.path.exists()
+
+
+def test_the_rows_of_a_step_that_did_not_count_are_not_told_of_the_next(tmp_path):
+    """At the site that has not raised: one that raised in the loss begins that step late."""
+
+    def body(rank, group):
+        model, x, y = nn.Linear(3, 2), torch.ones(2, 3), torch.zeros(2)
+        tap = og.FileTap(tmp_path / f"{rank}.pt")
+        session = og.distribute(model, og.Dense(), group=group, tap=tap)
+        tap.truth(x, y)
+        with pytest.raises((ArithmeticError, og.StepDiscardedError)):
+            Boom.apply(model(x).sum(), rank == 0).backward()
+        model.zero_grad()
+        tap.truth(3 * x, y)
+        model(3 * x).sum().backward()
+        session.detach()
+        return [x for x, _ in SentFile(tap.path).steps[0].truth]
+
+    (found,) = run_on_lasting_groups(2, body)[1]
+    assert torch.equal(found, torch.full((2, 3), 3.0))
+
+
+def test_a_step_that_starts_again_is_kept_once_with_its_rows(tmp_path):
+    """The first site has more rows in the last step, which changes the plan of both."""
+
+    def body(rank, group):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 20))
+        tap = Both(og.FileTap(tmp_path / f"{rank}.pt", steps=[3]))
+        session = og.distribute(model, og.DAD(), group=group, tap=tap)
+        for step in range(4):
+            x = torch.randn(200 if rank == 0 and step == 3 else 2, 30)
+            tap.file.truth(x, torch.zeros(len(x)))
+            model.zero_grad()
+            model(x).sum().backward()
+        own = [p.detach().clone() for p in model.parameters()]
+        session.detach()
+        alone = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 20))
+        alone.load_state_dict(dict(zip(alone.state_dict(), own, strict=True)))
+        alone(x).sum().backward()
+        (step,) = SentFile(tap.file.path).steps
+        assert [len(x) for x, _ in step.truth] == [len(x)]
+        found = view_of(step.sent, dict(alone.named_parameters())).gradients
+        for name, p in alone.named_parameters():
+            torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-4)
+        return len([one for one in tap.heard if one.step == 3]), len(step.sent)
+
+    (_, kept), (heard, other) = run_on_lasting_groups(2, body)
+    assert heard > other == kept  # the second site had sent of its first plan, too
 
 
 def test_a_step_that_does_not_count_is_not_kept(tmp_path):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import outergrad as og
-from outergrad.record.readable import WORDS, Kind, Layer, Way, Word, layers_of
+from outergrad.record.readable import WORDS, Content, Layer, LayerKind, Word, layers_of
 from ranks import run_on_lasting_groups
 
 
@@ -28,9 +28,13 @@ class Mixed(nn.Module):
 
 
 METHODS = {
-    Way.GRADIENT: [og.Dense(), og.DAD(always=True), og.LocalSteps(2, method=og.Dense())],
-    Way.PARTS: [og.RankDAD(rank=2), og.RankDAD(rank=2, reduce="all_reduce"), og.PowerSGD(rank=1)],
-    Way.ENTRIES: [og.Sparse(always=True)],
+    Content.GRADIENT: [og.Dense(), og.DAD(always=True), og.LocalSteps(2, method=og.Dense())],
+    Content.PARTS: [
+        og.RankDAD(rank=2),
+        og.RankDAD(rank=2, reduce="all_reduce"),
+        og.PowerSGD(rank=1),
+    ],
+    Content.ENTRIES: [og.Sparse(always=True)],
 }
 
 
@@ -58,9 +62,9 @@ def read(method, sites=2, **options) -> dict[str, str]:
 )
 def test_the_word_is_that_of_the_layer_and_of_what_its_messages_say(way, method, sites):
     found = read(method, sites)
-    assert found["hidden.weight"] == WORDS[Kind.LINEAR, way].value
-    assert found["table.weight"] == WORDS[Kind.EMBEDDING, way].value
-    assert found["conv.weight"] == WORDS[Kind.CONVOLUTION, way].value
+    assert found["hidden.weight"] == WORDS[LayerKind.LINEAR, way].value
+    assert found["table.weight"] == WORDS[LayerKind.EMBEDDING, way].value
+    assert found["conv.weight"] == WORDS[LayerKind.CONVOLUTION, way].value
     for layer in ("hidden", "conv", "out"):
         assert found[f"{layer}.bias"] == found[f"{layer}.weight"]
 
@@ -98,9 +102,9 @@ def test_a_single_site_and_what_is_kept_send_nothing():
 
 def test_a_table_that_is_tied_to_a_head_is_none_of_ids():
     net = nn.ModuleDict({"table": nn.Embedding(9, 4), "head": nn.Linear(4, 9, bias=False)})
-    assert layers_of(net)["table.weight"] == Layer(Kind.EMBEDDING, "table.weight")
+    assert layers_of(net)["table.weight"] == Layer(LayerKind.EMBEDDING, "table.weight")
     net["head"].weight = net["table"].weight
-    assert layers_of(net) == {"table.weight": Layer(Kind.LINEAR, "table.weight")}
+    assert layers_of(net) == {"table.weight": Layer(LayerKind.LINEAR, "table.weight")}
 
 
 def test_the_table_is_printed_with_its_words():

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from outergrad.core.sent import Way
 from outergrad.launch.errors import RecipeError
-from outergrad.tools.audit.campaign import Campaign, Finding, Truth
+from outergrad.tools.audit.campaign import Campaign
+from outergrad.tools.audit.findings import Finding, Truth
 from outergrad.tools.audit.observed import Asked, Batches, observed
 from outergrad.tools.audit.observers import Observers
 from outergrad.tools.audit.places import places_of
@@ -26,13 +27,8 @@ _OPEN = "a hub that is not blind; a listener on an open link"
 _WHO = {
     frozenset({Way.SUMMED}): f"{_OPEN}; the other of two sites",
     frozenset({Way.GATHERED}): f"every other site; {_OPEN}",
-    frozenset({Way.OWNED}): _OPEN,
-    frozenset({Way.SUMMED, Way.GATHERED}): _OPEN,
-    frozenset({Way.SUMMED, Way.OWNED}): _OPEN,
-    frozenset({Way.GATHERED, Way.OWNED}): _OPEN,
-    frozenset(Way): _OPEN,
 }
-"""Who sees all that a site sends, by the ways of its messages."""
+"""Who sees all that a site sends, where all its messages go one way; `_OPEN` otherwise."""
 
 SITES = 3
 """Two that are looked at, and one that looks: with less, a sum is the other site's part."""
@@ -112,11 +108,11 @@ class Seen:
         return max(self.findings, key=lambda one: one.share, default=None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns it in JSON types, without pictures."""
+        """Returns it in JSON types, without pairs of tensors."""
         names = ("method", "rows", "observer", "who", "source", "refused", "texts")
         told = {name: getattr(self, name) for name in names}
-        hidden = {"pictures": None, "ids": None}
-        return told | {"findings": [{**vars(one), **hidden} for one in self.findings]}
+        found = [{n: v for n, v in vars(f).items() if n != "pairs"} for f in self.findings]
+        return told | {"findings": found}
 
 
 def audit(question: Question, progress: Callable[[str], None] = lambda told: None) -> list[Seen]:
@@ -160,7 +156,7 @@ def _audited(found: Subjected, asked: Asked, rows: int, *, matching: bool) -> It
 
     ways = ways_of(sent_S[0])
     observers = Observers(sent_S, dict(found.model.named_parameters()), asked.changed_by)
-    yield looked(observers.part(0), PART, _WHO[frozenset(ways)])
+    yield looked(observers.part(0), PART, _WHO.get(frozenset(ways), _OPEN))
     if ways == {Way.GATHERED}:
         return
     others = [n for n in range(SITES) if n != READER]
@@ -188,10 +184,24 @@ def _of_file(question: Question, path: Path, progress: Callable[[str], None]) ->
     for step in found.steps:
         progress(f"step {step.number}")
         sent = [replace(one, scale=one.scale / (changed_by or 1.0)) for one in step.sent]
-        view = view_of(sent, dict(step.model.named_parameters()), changed_by=changed_by)
+        try:
+            view = view_of(sent, dict(step.model.named_parameters()), changed_by=changed_by)
+        except (
+            ArithmeticError,
+            AssertionError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+        ) as error:
+            raise RecipeError(
+                f"--recorded {path}: messages of step {step.number} do not fit the model, or are "
+                f"damaged: {error!r}"
+            ) from error
         campaign = _campaign(step.model, step.truth.x)
         about = {"method": f"{found.method}, step {step.number}", "rows": len(step.truth.x)}
-        told: list[tuple[View, str, str]] = [(view, PART, _WHO[frozenset(ways_of(sent))])]
+        told: list[tuple[View, str, str]] = [
+            (view, PART, _WHO.get(frozenset(ways_of(sent)), _OPEN))
+        ]
         if is_summed(sent):
             told.append((masked(view), MASKED, "a hub with blind=True"))
         for seen, observer, who in told:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +22,8 @@ from outergrad.tools.audit.attacks.span import Span, span_of
 from outergrad.tools.audit.attacks.spear import spear
 from outergrad.tools.audit.attacks.text import read_texts, two_tables
 from outergrad.tools.audit.attacks.tokens import looked_up
-from outergrad.tools.audit.figures import (
-    CLOSE,
-    auc,
-    auc_deviation,
-    nearest,
-    psnr_db,
-    rows_back,
-    ssim,
-)
+from outergrad.tools.audit.figures import auc, auc_deviation, psnr_db, ssim
+from outergrad.tools.audit.findings import SHOWN, Finding, Truth, of_members, of_rows
 from outergrad.tools.audit.places import Places
 from outergrad.tools.audit.texts import paired
 from outergrad.tools.audit.view import View
@@ -43,70 +35,6 @@ MOST_MATCHED = 2
 _RECOGNISABLE_DB, _RECOGNISABLE_SSIM = 20.0, 0.6
 """PSNR or SSIM from which on an input counts as found by matching: a norm hides brightness, which
 PSNR counts and SSIM hardly."""
-_PICTURES = 8
-"""Rows that are shown beside the truth."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """Result of one attack, beside the truth.
-
-    Attributes:
-        attack: Attack in words.
-        layer: Layer or parameter that gave it away.
-        found: Number of things that came back, or AUC; rows to 5% of their norm.
-        exact: Number of rows that came back to 1e-4 of their norm.
-        of: Number of things there were to find; 0 for an AUC.
-        guessed: Number of them that a guess finds without the messages.
-        false: Number of things that were claimed, and are not true; canaries that were taken for
-            members.
-        deviation: Standard deviation of an AUC by chance.
-        canaries: Number of things planted that must not be found, if some were.
-        figure: The figure in words.
-        by_quality: Whether the figure is how near inputs came, which says more than a number of
-            them.
-        pictures: Truth and what came back, in pairs, for a page.
-        ids: Texts that came back, as ids, (tokens,) each.
-    """
-
-    attack: str
-    layer: str
-    found: float
-    of: int
-    exact: int = 0
-    guessed: float = 0.0
-    false: int = 0
-    deviation: float = 0.0
-    canaries: int = 0
-    figure: str
-    by_quality: bool = False
-    pictures: Sequence[tuple[Tensor, Tensor]] = field(default=(), repr=False, compare=False)
-    ids: Sequence[Tensor] = field(default=(), repr=False, compare=False)
-
-    @property
-    def share(self) -> float:
-        """Share of what there was to find beyond a guess, 0 to 1; 0 for an AUC near chance."""
-        if not self.of:
-            return max(0.0, 2 * (self.found - 2 * self.deviation) - 1)
-        hidden = self.of - self.guessed
-        return max(0.0, (self.found - self.guessed) / hidden) if hidden > 0 else 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Truth:
-    """The batch behind a view, and what an attack is tested by.
-
-    Attributes:
-        x: Inputs, or ids, with the rows first.
-        y: Labels.
-        outside: Rows that were not in the batch, with their labels: canaries.
-        vocabulary: Number of tokens, if inputs are ids.
-    """
-
-    x: Tensor
-    y: Tensor
-    outside: tuple[Tensor, Tensor]
-    vocabulary: int | None = None
 
 
 class Campaign:
@@ -163,12 +91,12 @@ class Campaign:
     def _rows_as_sent(self, view: View, truth: Truth) -> Iterator[Finding]:
         layer = self._places.data
         if layer is not None and (rows := view.rows.get(f"{layer}.weight")) is not None:
-            yield _of_rows("rows in the message", layer, rows.double(), truth)
+            yield of_rows("rows in the message", layer, rows.double(), truth)
 
     def _rows(self, view: View, truth: Truth) -> Iterator[Finding]:
         layer = self._places.data
         if layer is not None and (seen := self._of_layer(view, layer)) is not None:
-            yield _of_rows("rows by division", layer, alone_rows(*seen, view.rounding), truth)
+            yield of_rows("rows by division", layer, alone_rows(*seen, view.rounding), truth)
 
     def _rows_by_spear(self, view: View, truth: Truth) -> Iterator[Finding]:
         layer = self._places.data
@@ -177,7 +105,7 @@ class Campaign:
         if (seen := self._of_layer(view, layer)) is not None:
             about = {"rounding": view.rounding, "generator": _generator()}
             rows = spear(*seen, *self._own(layer), **about)
-            yield _of_rows("rows by SPEAR", layer, rows, truth)
+            yield of_rows("rows by SPEAR", layer, rows, truth)
 
     def _rows_behind_activations(self, view: View, truth: Truth) -> Iterator[Finding]:
         layer = self._places.data
@@ -191,7 +119,7 @@ class Campaign:
             return
         basis_RI = span_of(gradient, rounding=view.rounding).basis_RI
         found = max((rows_behind(t, weight_OI, bias_O, basis_RI) for t in hidden), key=len)
-        yield _of_rows("rows behind activations", layer, found, truth)
+        yield of_rows("rows behind activations", layer, found, truth)
 
     # -- images behind a convolution --------------------------------------------------------------
 
@@ -216,7 +144,7 @@ class Campaign:
         found = patches_by_positions(gradient_OK, positions_PO)
         images = [cut.image(found).flatten()] if len(found) else []
         rows = torch.stack(images) if images else truth.x[:0].flatten(1).double()
-        yield _of_rows("rows by positions", layer, rows, truth)
+        yield of_rows("rows by positions", layer, rows, truth)
 
     def _rows_by_patches(self, view: View, truth: Truth) -> Iterator[Finding]:
         if (seen := self._cut(view, truth)) is None:
@@ -225,7 +153,7 @@ class Campaign:
         span = span_of(gradient_OK, rounding=view.rounding)
         bias = view.gradients.get(f"{layer}.bias")
         found = image_in_span(span, cut, gradient_OK, bias)
-        yield _of_rows("rows by patches", layer, found.flatten(1), truth)
+        yield of_rows("rows by patches", layer, found.flatten(1), truth)
 
     # -- texts ------------------------------------------------------------------------------------
 
@@ -279,8 +207,7 @@ class Campaign:
             false=len(back - true),
             canaries=len(truth.outside[0]),
             figure=f"{len(back & true)} of {len(true)} texts",
-            ids=[torch.tensor(text) for text in sorted(back & true)[:_PICTURES]],
-            pictures=paired(truth.x, found, _PICTURES),
+            pairs=paired(truth.x, found, SHOWN),
         )
 
     # -- labels -----------------------------------------------------------------------------------
@@ -334,12 +261,12 @@ class Campaign:
         if layer is not None and (gradient := view.gradients.get(f"{layer}.weight")) is not None:
             span = span_of(gradient, rounding=view.rounding)
             named = [span.contains(x.flatten(1)) for x in (truth.x, truth.outside[0])]
-            yield _of_members("members by the span", layer, *named)
+            yield of_members("members by the span", layer, *named)
         elif (seen := self._cut(view, truth)) is not None:
             layer, cut, gradient_OK = seen
             span = span_of(gradient_OK, rounding=view.rounding)
             named = [_all_in(span, cut.patches(x)) for x in (truth.x, truth.outside[0])]
-            yield _of_members("members by the span", layer, *named)
+            yield of_members("members by the span", layer, *named)
 
     def _members_by_inner_spans(self, view: View, truth: Truth) -> Iterator[Finding]:
         if self._places.patches is None:
@@ -348,7 +275,7 @@ class Campaign:
         found = inner_members(self._judge, view.gradients, tried, view.rounding)
         layer, named = found or ("none", torch.zeros(len(tried), dtype=torch.bool))
         members, canaries = named.split([len(truth.x), len(truth.outside[0])])
-        yield _of_members("members by inner spans", layer, members, canaries)
+        yield of_members("members by inner spans", layer, members, canaries)
 
     def _members_by_products(self, view: View, truth: Truth) -> Iterator[Finding]:
         tried = slice(_MOST_MEMBERS)  # each takes a backward
@@ -406,42 +333,8 @@ class Campaign:
             of=len(pairs),
             figure=told,
             by_quality=True,
-            pictures=pairs,
+            pairs=pairs,
         )
-
-
-def _of_rows(attack: str, layer: str, found: Tensor, truth: Truth) -> Finding:
-    true = truth.x.flatten(1)
-    back, false = rows_back(found, true, CLOSE)
-    exact, _ = rows_back(found, true)
-    pictures: list[tuple[Tensor, Tensor]] = []
-    if len(found):
-        nearest_NI, errors_N = nearest(found, true)
-        best = errors_N.argsort()[:_PICTURES].tolist()
-        pictures = [(truth.x[n], nearest_NI[n].view(truth.x.shape[1:])) for n in best]
-    return Finding(
-        attack=attack,
-        layer=layer,
-        found=back,
-        exact=exact,
-        of=len(true),
-        false=false,
-        canaries=len(truth.outside[0]),
-        figure=f"{back} of {len(true)} rows" + f", {exact} exactly" * (exact < back),
-        pictures=pictures,
-    )
-
-
-def _of_members(attack: str, layer: str, members: Tensor, canaries: Tensor) -> Finding:
-    return Finding(
-        attack=attack,
-        layer=layer,
-        found=int(members.sum()),
-        of=len(members),
-        false=int(canaries.sum()),
-        canaries=len(canaries),
-        figure=f"{int(members.sum())} of {len(members)} members",
-    )
 
 
 def _all_in(span: Span, patches_NPK: Tensor) -> Tensor:

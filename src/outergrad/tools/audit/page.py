@@ -8,10 +8,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from outergrad._whole_files import write_whole
+from outergrad._whole_files import PRIVATE, write_whole
 from outergrad.report.page import whole_page
 from outergrad.tools.audit.audit import Question, Seen
-from outergrad.tools.audit.campaign import Finding
+from outergrad.tools.audit.findings import Finding
 from outergrad.tools.audit.pictures import data_uri
 from outergrad.tools.audit.table import attacks_of, told
 from outergrad.tools.audit.texts import text_pair
@@ -61,7 +61,7 @@ _LEAD = (
 
 
 def write_audit(question: Question, seen: Sequence[Seen], path: Path) -> int:
-    """Writes the page, in one file; returns its size in bytes.
+    """Writes the page, in one file that its owner alone may read; returns its size in bytes.
 
     Raises:
         OSError: It cannot be written; an existing one stays.
@@ -76,7 +76,7 @@ def write_audit(question: Question, seen: Sequence[Seen], path: Path) -> int:
         body=_table(seen) + "".join(_galleries(seen)) + _by_layer(seen),
         style=_STYLE,
     ).encode()
-    write_whole(path, content)
+    write_whole(path, content, mode=PRIVATE)
     return len(content)
 
 
@@ -120,7 +120,7 @@ def _cell(attack: str, finding: Finding | None) -> str:
 def _galleries(seen: Sequence[Seen]) -> Iterator[str]:
     """Yields the pictures of the attack that brought most, per method, batch size and observer."""
     for one in seen:
-        shown = [finding for finding in one.findings if finding.pictures and finding.found]
+        shown = [finding for finding in one.findings if finding.pairs and finding.found]
         if shown:
             best = max(shown, key=lambda finding: finding.share)
             title = f"{one.method}, {one.rows} in a batch, {one.observer}: {best.figure}"
@@ -128,9 +128,9 @@ def _galleries(seen: Sequence[Seen]) -> Iterator[str]:
 
 
 def _pairs(finding: Finding) -> str:
-    is_text = not finding.pictures[0][0].is_floating_point()
+    is_text = not finding.pairs[0][0].is_floating_point()
     figures = text_pair if is_text else _images
-    shown = "".join(figures(*pair) for pair in finding.pictures)
+    shown = "".join(figures(*pair) for pair in finding.pairs)
     caption = f"Above the truth, below what came back: {finding.attack}."
     if is_text:
         caption += " Tokens by their numbers; wrong ones are marked, dots stand for nothing."

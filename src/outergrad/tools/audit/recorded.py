@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from outergrad.core.sent import Sent
 from outergrad.launch.errors import RecipeError
 from outergrad.record.file_tap import SentFile, SentStep
-from outergrad.tools.audit.campaign import Truth
+from outergrad.tools.audit.findings import Truth
 from outergrad.tools.audit.subjected import Subjected, subjected
 
 _FEWEST = 2
@@ -108,6 +109,12 @@ def _step(option: str, name: str, found: Subjected, step: SentStep, canaries: in
             f"{option} has rows of {tuple(x.shape[1:])} in {x.dtype}, and --model {name} makes "
             f"{tuple(found.x.shape[1:])} in {found.x.dtype}"
         )
+    try:
+        cross_entropy(copy.deepcopy(own).eval()(x), y)
+    except (IndexError, RuntimeError, ValueError) as error:
+        raise RecipeError(
+            f"{option} has rows or labels that --model {name} does not take: {error}"
+        ) from error
     outside = _outside(found.x, found.y, x, canaries)
     if len(outside[0]) < _FEWEST:
         raise RecipeError(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from outergrad.launch.errors import RecipeError
-from outergrad.tools.audit.campaign import Finding
+from outergrad.tools.audit.findings import Finding
 from outergrad.tools.plan.subject import RealRows, Subject, imported, known, subject
 
 MADE_UP = "made-up rows"
@@ -46,7 +46,7 @@ class Subjected:
         """Returns the texts that came back, where it is known how to decode them."""
         if self.decode is None:
             return []
-        return [self.decode(text.tolist()) for one in findings for text in one.ids]
+        return [self.decode(text.tolist()) for one in findings for text in one.texts]
 
 
 def subjected(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
+from outergrad._printable import printable
 from outergrad.tools.audit.audit import Seen
-from outergrad.tools.audit.campaign import Finding
+from outergrad.tools.audit.findings import Finding
 
 
 def attacks_of(seen: Sequence[Seen]) -> list[str]:
@@ -42,10 +44,11 @@ def findings_table(seen: Sequence[Seen]) -> Table:
     for attack in attacks:
         table.add_column(attack, justify="right")
     for one in seen:
+        method = escape(printable(one.method))  # a recorded one is whatever its file says
         if one.refused:
-            table.add_row(one.method, str(one.rows), "refused")
+            table.add_row(method, str(one.rows), "refused")
             continue
         by_attack = {finding.attack: finding for finding in one.findings}
         cells = [told(by_attack.get(attack)) for attack in attacks]
-        table.add_row(one.method, str(one.rows), one.observer, *cells)
+        table.add_row(method, str(one.rows), one.observer, *cells)
     return table

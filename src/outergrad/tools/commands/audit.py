@@ -8,8 +8,10 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 
-from outergrad._whole_files import write_whole
+from outergrad._printable import printable
+from outergrad._whole_files import PRIVATE, write_whole
 from outergrad.launch.console import errors_in_one_line, step_bars
 from outergrad.launch.errors import RecipeError
 from outergrad.tools.audit.audit import Question, Seen, audit
@@ -126,7 +128,7 @@ def audit_command(
             print(f"The truth beside what came back: {out.resolve()}")
         if json_file is not None:
             told = json.dumps([one.as_dict() for one in seen], indent=1) + "\n"
-            _save(json_file, "--json", lambda: write_whole(json_file, told))
+            _save(json_file, "--json", lambda: write_whole(json_file, told, mode=PRIVATE))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -142,7 +144,7 @@ def _watched(question: Question) -> list[Seen]:
         task = bars.add_task(question.model, total=None if question.recorded else cases)
 
         def progress(told: str) -> None:
-            bars.update(task, advance=1, description=f"{question.model}: {told}")
+            bars.update(task, advance=1, description=escape(f"{question.model}: {told}"))
 
         return audit(question, progress)
 
@@ -153,13 +155,13 @@ def show(seen: list[Seen]) -> None:
     console = console if console.is_terminal else Console(width=WIDTH)
     console.print(findings_table(seen))
     sources = dict.fromkeys(one.source for one in seen if one.source)
-    console.print(f"Attacked: {'; '.join(sources)}.", highlight=False)
-    for text in dict.fromkeys(text for one in seen for text in one.texts[:SHOWN]):
-        console.print(f"A text that came back: {text!r}", highlight=False, markup=False)
-    for one in {one.method: one for one in seen if one.refused}.values():
-        console.print(f"{one.method} was refused: {one.refused}", highlight=False)
-    for sentence in verdict(seen):
-        console.print(sentence, highlight=False)
+    told = [f"Attacked: {'; '.join(sources)}."]
+    texts = dict.fromkeys(text for one in seen for text in one.texts[:SHOWN])
+    told += [f"A text that came back: {text!r}" for text in texts]
+    refused = {one.method: one for one in seen if one.refused}.values()
+    told += [f"{one.method} was refused: {one.refused}" for one in refused]
+    for sentence in [*told, *verdict(seen)]:  # a recorded method is whatever its file says
+        console.print(printable(sentence), highlight=False, markup=False)
 
 
 def _save(path: Path, option: str, write: Callable[[], object]) -> None:

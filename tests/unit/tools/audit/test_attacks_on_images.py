@@ -10,7 +10,8 @@ from torch.nn.functional import cross_entropy
 from outergrad.tools.audit.attacks.deeper import inner_members
 from outergrad.tools.audit.attacks.patches import Cut, image_in_span, patches_by_positions
 from outergrad.tools.audit.attacks.span import span_of
-from outergrad.tools.audit.campaign import Campaign, Finding, Truth
+from outergrad.tools.audit.campaign import Campaign
+from outergrad.tools.audit.findings import Finding, Truth
 from outergrad.tools.audit.places import places_of
 from outergrad.tools.audit.view import View, masked
 from outergrad_lab.data.dataset import Format

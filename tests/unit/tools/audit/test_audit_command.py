@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 import textwrap
 
 import pytest
@@ -74,6 +75,8 @@ def test_a_model_of_ones_own_is_audited(mine):
     page = (mine / "found.html").read_text()
     assert page.count('alt="a true row"') == page.count('alt="what came back"') > 0
     assert "<script" not in page
+    for name in ("found.html", "found.json"):  # they show rows and texts
+        assert stat.S_IMODE((mine / name).stat().st_mode) == 0o600
     told = json.loads((mine / "found.json").read_text())
     assert {(one["method"], one["rows"], one["observer"]) for one in told} >= {
         ("dense", 1, "a part"),
@@ -204,6 +207,62 @@ def test_mistakes_with_recorded_steps_are_told_in_a_line(mine, arguments, told):
     result = run("--model", "audited_models:others", *arguments)
     assert result.exit_code == 2, result.output
     assert told in " ".join(result.output.split())
+
+
+def changed(path, **told):
+    """Saves the file of a training with other values; those of `sent` are of its first message."""
+    found = torch.load(path, weights_only=True)
+    step = found["steps"][0]
+    for places in (found, step, step["sent"][0]):
+        places.update({name: told.pop(name) for name in [*told] if name in places})
+    step["sent"][0]["slot"].update(told)
+    torch.save(found, path)
+
+
+def test_names_from_a_file_reach_no_terminal_as_they_are(mine):
+    train(mine / "sent.pt", og.DAD(always=True))
+    changed(mine / "sent.pt", method="[/x]\x1b]0;title\x07", transform="[bold]")
+    result = run("--model", "audited_models:others", "--recorded", "sent.pt", "-o", "found.html")
+    assert result.exit_code == 0, result.output
+    assert "[/x]" in result.output
+    assert "[bold]" in result.output
+    assert "\x1b]" not in result.output
+
+
+def test_a_step_in_which_nothing_was_sent_gives_nothing_back(mine):
+    train(mine / "sent.pt", og.DAD(always=True))
+    found = torch.load("sent.pt", weights_only=True)
+    found["steps"][0]["sent"] = []
+    torch.save(found, "sent.pt")
+    result = run("--model", "audited_models:others", "--recorded", "sent.pt")
+    assert result.exit_code == 0, result.output
+    assert "nothing came back" in result.output
+
+
+HUGE = torch.ones(1).expand(1, 1 << 20, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ({"local_steps": "4"}, "str in place of int"),
+        ({"step": "[/x]"}, "str in place of int"),
+        ({"weights": [1]}, "list in place of dict"),
+        ({"truth": ["ab"]}, "str in place of Tensor"),
+        ({"truth": [[torch.ones(3, 20), torch.ones(2)]]}, "not as many labels as rows"),
+        ({"truth": [[torch.ones(2, 20), torch.tensor([0, 4])]]}, "does not take"),
+        ({"content": [1, 2, 3]}, "int in place of Tensor"),
+        ({"content": [HUGE, HUGE, None]}, "without all of its numbers"),
+        ({"content": [torch.ones(1, 2, 7), torch.ones(1, 2, 9), None]}, "do not fit the model"),
+        ({"weight": "elsewhere"}, "do not fit the model"),
+    ],
+)
+def test_damaged_files_are_told_in_a_line(mine, told, why):
+    train(mine / "sent.pt", og.DAD(always=True))
+    changed(mine / "sent.pt", **told)
+    result = run("--model", "audited_models:others", "--recorded", "sent.pt")
+    assert result.exit_code == 2, result.output
+    assert why in " ".join(result.output.split())
 
 
 # -- real rows ------------------------------------------------------------------------------------

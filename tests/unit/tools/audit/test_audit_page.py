@@ -7,7 +7,7 @@ import re
 import torch
 
 from outergrad.tools.audit.audit import PART, Question, Seen
-from outergrad.tools.audit.campaign import Finding
+from outergrad.tools.audit.findings import Finding
 from outergrad.tools.audit.page import write_audit
 from outergrad.tools.audit.texts import NONE, paired, text_pair
 
@@ -57,7 +57,7 @@ TEXTS = Finding(
     of=3,
     false=1,
     figure="1 of 3 texts",
-    pictures=paired(TRUTH, torch.tensor([[1, 2, 3], [4, 0, 6]])),
+    pairs=paired(TRUTH, torch.tensor([[1, 2, 3], [4, 0, 6]])),
 )
 
 
@@ -71,7 +71,7 @@ def test_texts_are_shown_with_what_is_wrong_and_no_picture(tmp_path):
 def test_rows_are_pictures(tmp_path):
     pairs = [(torch.rand(9), torch.rand(9))]
     rows = Finding(
-        attack="rows by division", layer="0", found=1, of=3, figure="1 of 3 rows", pictures=pairs
+        attack="rows by division", layer="0", found=1, of=3, figure="1 of 3 rows", pairs=pairs
     )
     found = page(tmp_path, rows)
     assert found.count("<img") == 2

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from outergrad.tools.audit import audit as audits
 from outergrad.tools.audit.audit import CANARIES, PART, SUM
-from outergrad.tools.audit.campaign import Campaign, Finding, Truth
+from outergrad.tools.audit.campaign import Campaign
+from outergrad.tools.audit.findings import Finding, Truth
 from outergrad.tools.audit.observed import Asked, observed
 from outergrad.tools.audit.places import places_of
 from outergrad.tools.audit.verdict import verdict
@@ -155,8 +156,9 @@ def test_texts_of_a_gpt_come_back_and_those_of_masked_parts_do_not():
     about = Truth(x=x, y=x, outside=outside, vocabulary=40)
     found = looked(model, view, about)["texts by spans"]
     assert (found.found, found.of, found.false) == (8, 8, 0)
+    assert sorted(text.tolist() for text in found.texts) == sorted(x.tolist())
     found = looked(model, masked(view), about)["texts by spans"]
-    assert (found.found, found.false) == (0, 0)
+    assert (found.found, found.false, found.texts) == (0, 0, [])
 
 
 def test_matching_is_for_few_rows_and_only_where_asked():
@@ -166,7 +168,7 @@ def test_matching_is_for_few_rows_and_only_where_asked():
     campaign = Campaign(model, places_of(model, batch[0]))
     asked = {f.attack: f for f in campaign.on(view, truth(*batch), matching=True)}
     assert "inputs by matching" not in {f.attack for f in campaign.on(view, truth(*batch))}
-    ((original, back),) = asked["inputs by matching"].pictures
+    ((original, back),) = asked["inputs by matching"].pairs
     assert original.shape == back.shape == (40,)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outergrad.tools.audit.campaign import Finding
+from outergrad.tools.audit.findings import Finding
 from outergrad.tools.audit.subjected import subjected
 from outergrad_lab.data import decoder, folder_of, load
 from small_files import TRAIN, write
@@ -64,7 +64,9 @@ def test_tokens_are_decoded_and_what_came_back_is_told_as_a_text(tmp_path):
     write("ag-news", tmp_path)
     found = subjected("encoder", 4, data_dir=tmp_path)
     assert found.source == "rows of ag-news"
-    back = Finding(attack="texts", layer="", found=1, of=1, figure="", ids=[found.x[0]])
+    back = Finding(
+        attack="texts", layer="", found=1, of=1, figure="", pairs=[(found.x[0], found.x[0])]
+    )
     (text,) = found.texts_of([back])
     source = gzip.decompress((folder_of("ag-news", tmp_path) / "train_subset.csv.gz").read_bytes())
     words = text.replace("[PAD]", " ").split()
