@@ -104,6 +104,7 @@ class Exchange:
         self.weighting, self.buffers = settings.weighting, settings.buffers
         self.transform = transform = settings.transform
         self.counter = counter_of(transform)
+        self._beginning = transform if isinstance(transform, Beginning) else None
         self._tap = settings.tap
         self.several = ranks.several or transform is not None
         whole = Planner(model, compressors, at.comm.cost)
@@ -268,8 +269,8 @@ class Exchange:
             self.counter.begin(self._at.comm)
         if self._tap is not None:
             self._tap.begun(header.step)
-        if isinstance(self.transform, Beginning):
-            self.transform.begin_step()
+        if self._beginning is not None:
+            self._beginning.begin_step()
         own: dict[str, Any] = {
             "model": self.model,
             "planner": self.planner,
