@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from outergrad.core.coding import Wire
 from outergrad.core.types import StateDict
-from outergrad.gossip.content import bytes_of, tensors_of
+from outergrad.gossip.content import bytes_of, nbytes_of, tensors_of
 from outergrad.gossip.ends import End, GossipMethod, Weights, copied, put
-from outergrad.gossip.reductions import Reduction, reduction_of
+from outergrad.gossip.reductions import Reduction, reduction_of, seed_of
 from outergrad.linalg.finite import is_finite
 from outergrad.methods.common import require
 from outergrad.wire import Plain
@@ -62,8 +60,7 @@ class Choco(GossipMethod):
     def most_bytes(self, start: Sequence[Tensor]) -> int:
         """Returns the bytes of a letter, which do not change."""
         reduce: Reduction = self.reduce  # type: ignore[assignment]
-        plain = [one for t in start for one in reduce.plain(tuple(t.shape), t.dtype)]
-        return sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in plain)
+        return sum(nbytes_of(reduce.plain(tuple(t.shape), t.dtype)) for t in start)
 
     def travels(self, t: Tensor) -> str:
         """Returns "compressed"."""
@@ -112,8 +109,7 @@ class _ChocoEnd:
         ]
 
     def _seed(self, index: int) -> int:
-        digest = hashlib.sha256(f"{self._edge} {self._round} {index}".encode()).digest()
-        return int.from_bytes(digest[:7], "big")
+        return seed_of(self._edge, self._round, index)
 
     def state(self) -> StateDict:
         return {"mine": copied(self._mine), "theirs": copied(self._theirs), "round": self._round}

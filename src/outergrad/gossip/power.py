@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from outergrad.core.types import StateDict
-from outergrad.gossip.content import bytes_of, tensors_of
+from outergrad.gossip.content import bytes_of, nbytes_of, plain_of, tensors_of
 from outergrad.gossip.ends import End, GossipMethod, Weights, copied, put
-from outergrad.gossip.reductions import drawn
+from outergrad.gossip.reductions import drawn, seed_of, wide
 from outergrad.linalg.orthonormal import orthonormal
 from outergrad.methods.common import require
 from outergrad.wire import Plain
@@ -58,8 +56,8 @@ class PowerGossip(GossipMethod):
         return _PowerEnd(self, start, f"{self.seed} {first} {second}", is_first=is_first)
 
     def most_bytes(self, start: Sequence[Tensor]) -> int:
-        """Returns the bytes of the longer one of two letters: at most those of the model."""
-        return sum(t.nbytes for t in start) + 8 * self.rank * sum(map(len, map(_as_matrix, start)))
+        """Returns the bytes of the longer one of two letters in a row."""
+        return max(nbytes_of(_letter(start, self.rank, side)) for side in (0, 1))
 
     def travels(self, t: Tensor) -> str:
         """Returns "low rank" for a matrix, unless it travels whole."""
@@ -124,7 +122,7 @@ class _PowerEnd:
 
     def _side(self, x_MN: Tensor) -> Tensor:
         """Returns X, or Xᵀ where it is the other side's turn."""
-        x_MN = x_MN.to(_wide(x_MN.dtype))
+        x_MN = x_MN.to(wide(x_MN.dtype))
         return x_MN if self._is_odd else x_MN.mT
 
     def _bases(self) -> list[Tensor]:
@@ -141,22 +139,15 @@ class _PowerEnd:
 
     def _drawn(self, k: int, *, rows: bool) -> Tensor:
         x_MN = _as_matrix(self._start[k])
-        text = f"{self._edge} {self._round} {k} {rows}"
-        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        like = x_MN.new_empty(0, dtype=_wide(x_MN.dtype))
+        seed = seed_of(self._edge, self._round, k, rows)
+        like = x_MN.new_empty(0, dtype=wide(x_MN.dtype))
         return drawn(x_MN.shape[0 if rows else 1], self._rank(x_MN), seed, like)
 
     def _rank(self, t: Tensor) -> int:
         return _rank(t, self._method.rank)
 
     def _read(self, content: Tensor) -> list[Tensor]:
-        side = 0 if self._is_odd else 1
-        plain = [
-            Plain((_as_matrix(t).shape[side], self._rank(t)), _wide(t.dtype))
-            if k in self._matrices
-            else Plain(tuple(t.shape), t.dtype)
-            for k, t in enumerate(self._start)
-        ]
+        plain = _letter(self._start, self._method.rank, 0 if self._is_odd else 1)
         return tensors_of(content, plain, self._start[0].device)
 
     def state(self) -> StateDict:
@@ -166,6 +157,17 @@ class _PowerEnd:
         put(self._p, state, "p")
         put(self._q, state, "q")
         self._round = state["round"]
+
+
+def _letter(start: Sequence[Tensor], most: int, side: int) -> list[Plain]:
+    """Returns what a letter has for each weight: its product, of one side, or all of it."""
+    found = list[Plain]()
+    for t in start:
+        if rank := _rank(t, most):
+            found.append(Plain((_as_matrix(t).shape[side], rank), wide(t.dtype)))
+        else:
+            found += plain_of([t])
+    return found
 
 
 def _rank(t: Tensor, most: int) -> int:
@@ -180,8 +182,3 @@ def _rank(t: Tensor, most: int) -> int:
 def _as_matrix(t: Tensor) -> Tensor:
     """Returns a view (m, n) of a weight: outputs by all else; (size, 1) of a vector."""
     return t.flatten(1) if t.dim() > 1 else t.reshape(-1, 1)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of vectors: decompositions know float32 and float64 alone."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -98,13 +99,13 @@ class LowRank:
         if not self._is_reduced(shape):
             return [Plain(shape, dtype)]
         m, n = shape[0], torch.Size(shape[1:]).numel()
-        return [Plain((m, self.rank), _wide(dtype)), Plain((n, self.rank), _wide(dtype))]
+        return [Plain((m, self.rank), wide(dtype)), Plain((n, self.rank), wide(dtype))]
 
     def encode(self, x: Tensor, seed: int) -> list[Tensor]:
         """Returns P with orthonormal columns, and xᵀ P: the tensor that comes is P Pᵀ x."""
         if not self._is_reduced(tuple(x.shape)):
             return [x]
-        x_MN = x.flatten(1).to(_wide(x.dtype))
+        x_MN = x.flatten(1).to(wide(x.dtype))
         p_MR = orthonormal((x_MN @ drawn(x_MN.shape[1], self.rank, seed, x_MN))[None])[0]
         return [p_MR, x_MN.mT @ p_MR]
 
@@ -161,13 +162,19 @@ def reduction_of(given: Reduction | Wire) -> Reduction:
     return Coded(codecs[0])
 
 
+def seed_of(*about: object) -> int:
+    """Returns a seed that follows from some numbers and names, alike everywhere: below 2⁵⁶."""
+    digest = hashlib.sha256(" ".join(map(str, about)).encode()).digest()
+    return int.from_bytes(digest[:7], "big")
+
+
 def drawn(rows: int, columns: int, seed: int, like: Tensor) -> Tensor:
     """Returns normally distributed numbers (rows, columns) that follow from the seed alone."""
-    generator = torch.Generator().manual_seed(seed % (1 << 63))
+    generator = torch.Generator().manual_seed(seed)
     found = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
     return found.to(like.device, like.dtype)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of factors: decompositions know float32 and float64 alone."""
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of factors and vectors: decompositions know float32 and float64 alone."""
     return torch.float64 if dtype == torch.float64 else torch.float32
