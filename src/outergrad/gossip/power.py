@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from outergrad.core.types import StateDict
 from outergrad.gossip.content import bytes_of, nbytes_of, plain_of, tensors_of
-from outergrad.gossip.ends import End, GossipMethod, Weights, copied, put
+from outergrad.gossip.ends import End, GossipMethod, RememberingEnd, Weights, require_gamma
 from outergrad.gossip.reductions import drawn, seed_of, wide
 from outergrad.linalg.orthonormal import orthonormal
 from outergrad.methods.common import require
@@ -42,13 +41,13 @@ class PowerGossip(GossipMethod):
     gamma: float = 1.0
     warm: bool = True
     seed: int = 0
+    reads_start = False
 
     def __post_init__(self) -> None:
         require(
             type(self.rank) is int and self.rank >= 1, self, "rank", "a whole number, 1 or more"
         )
-        real = type(self.gamma) in (int, float)
-        require(real and 0 < self.gamma <= 2, self, "gamma", "a number above 0 and up to 2")
+        require_gamma(self, 2)
         require(type(self.warm) is bool, self, "warm", "True or False")
 
     def end(self, start: Sequence[Tensor], first: int, second: int, *, is_first: bool) -> End:
@@ -64,7 +63,7 @@ class PowerGossip(GossipMethod):
         return "low rank" if _rank(t, self.rank) else "dense"
 
 
-class _PowerEnd:
+class _PowerEnd(RememberingEnd):
     """One end: vectors p and q per matrix, alike at both ends.
 
     Args:
@@ -77,11 +76,10 @@ class _PowerEnd:
     def __init__(
         self, method: PowerGossip, start: Sequence[Tensor], edge: str, *, is_first: bool
     ) -> None:
-        self._method, self._edge, self._is_first = method, edge, is_first
-        self._start, self._round = start, 0
+        super().__init__()
+        self._method, self._edge, self._is_first, self._start = method, edge, is_first, start
         self._matrices = [k for k, t in enumerate(start) if self._rank(t)]
-        self._p = [self._drawn(k, rows=True) for k in self._matrices]
-        self._q = [self._drawn(k, rows=False) for k in self._matrices]
+        self.kept = self._all_drawn()
 
     def say(self, weights: Weights) -> Tensor:
         bases, products = iter(self._bases()), list[Tensor]()
@@ -105,20 +103,16 @@ class _PowerEnd:
                 change = d @ basis.mT if self._is_odd else basis @ d.mT
                 d = change.view(self._start[k].shape).to(self._start[k].dtype)
             found.append(d.neg_() if self._is_first else d)
-        if self._is_odd:
-            self._p, self._q = new, bases
-        else:
-            self._p, self._q = bases, new
-        self._round += 1
+        self.kept = {"p": new, "q": bases} if self._is_odd else {"p": bases, "q": new}
+        self.round += 1
         if not self._method.warm:
-            self._p = [self._drawn(k, rows=True) for k in self._matrices]
-            self._q = [self._drawn(k, rows=False) for k in self._matrices]
+            self.kept = self._all_drawn()
         return found
 
     @property
     def _is_odd(self) -> bool:
         """True in the first round, the third and so on."""
-        return self._round % 2 == 0
+        return self.round % 2 == 0
 
     def _side(self, x_MN: Tensor) -> Tensor:
         """Returns X, or Xᵀ where it is the other side's turn."""
@@ -127,7 +121,7 @@ class _PowerEnd:
 
     def _bases(self) -> list[Tensor]:
         """Returns orthonormal columns of what the last round left."""
-        left = self._q if self._is_odd else self._p
+        left = self.kept["q" if self._is_odd else "p"]
         pairs = zip(self._matrices, left, strict=True)
         return [orthonormal(self._not_zero(y, k)[None])[0] for k, y in pairs]
 
@@ -137,9 +131,16 @@ class _PowerEnd:
             return y
         return self._drawn(k, rows=not self._is_odd)
 
+    def _all_drawn(self) -> dict[str, list[Tensor]]:
+        sides = {"p": True, "q": False}
+        return {
+            name: [self._drawn(k, rows=rows) for k in self._matrices]
+            for name, rows in sides.items()
+        }
+
     def _drawn(self, k: int, *, rows: bool) -> Tensor:
         x_MN = _as_matrix(self._start[k])
-        seed = seed_of(self._edge, self._round, k, rows)
+        seed = seed_of(self._edge, self.round, k, rows)
         like = x_MN.new_empty(0, dtype=wide(x_MN.dtype))
         return drawn(x_MN.shape[0 if rows else 1], self._rank(x_MN), seed, like)
 
@@ -149,14 +150,6 @@ class _PowerEnd:
     def _read(self, content: Tensor) -> list[Tensor]:
         plain = _letter(self._start, self._method.rank, 0 if self._is_odd else 1)
         return tensors_of(content, plain, self._start[0].device)
-
-    def state(self) -> StateDict:
-        return {"p": copied(self._p), "q": copied(self._q), "round": self._round}
-
-    def load(self, state: StateDict) -> None:
-        put(self._p, state, "p")
-        put(self._q, state, "q")
-        self._round = state["round"]
 
 
 def _letter(start: Sequence[Tensor], most: int, side: int) -> list[Plain]:

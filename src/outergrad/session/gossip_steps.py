@@ -143,7 +143,7 @@ class SharedWithNeighbours(SharedGradients):
 
     def __init__(self, inspection: Inspection, method: Gossip) -> None:
         self._trained, self._method = dict(inspection.model.params), method
-        places = {name: _placeholder(p) for name, p in self._trained.items()}
+        places = {name: nn.Parameter(_hollow(p.detach())) for name, p in self._trained.items()}
         self.inspection = replace(inspection, model=replace(inspection.model, params=places))
         self._number, self._distance, self._begun = 0, 0.0, False
         self._late = frozenset[str]()
@@ -156,7 +156,8 @@ class SharedWithNeighbours(SharedGradients):
         self._at, self._reporter = core.at, core.reporter
         self._failure, self._elastic, comm = failure, elastic, core.at.comm
         # What all sites have now, to the bit: both ends of an edge begin from it.
-        self._start = [p.detach().clone() for p in self._trained.values()]
+        kept = Tensor.clone if self._method.how.reads_start else _hollow
+        self._start = [kept(p.detach()) for p in self._trained.values()]
         near = neighbours(self._method.way, comm.world_size, comm.rank)
         self._edges = {site: Edge(comm.sites[site], self._end(site)) for site in near}
         most = max(m.most_bytes(self._start) for m in (self._method.how, Whole()))
@@ -485,6 +486,6 @@ class SharedWithNeighbours(SharedGradients):
         self._late = frozenset(late)
 
 
-def _placeholder(p: nn.Parameter) -> nn.Parameter:
-    """Returns a parameter of the same shape, dtype and device that takes no memory."""
-    return nn.Parameter(torch.empty((), dtype=p.dtype, device=p.device).expand(p.shape))
+def _hollow(t: Tensor) -> Tensor:
+    """Returns a tensor of the same shape, dtype and device that takes no memory."""
+    return t.new_empty(()).expand(t.shape)

@@ -179,6 +179,8 @@ def test_a_letter_of_another_length_is_refused(name):
         (lambda: LowRank(0), "rank=0; use a whole number, 1 or more"),
         (lambda: PowerGossip(rank=0), "rank=0; use a whole number, 1 or more"),
         (lambda: PowerGossip(gamma=-1), "gamma=-1; use a number above 0"),
+        (lambda: Whole(gamma=-1.0), "gamma=-1.0; use a number above 0 and up to 2"),
+        (lambda: Whole(gamma=float("nan")), "gamma=nan; use a number above 0"),
         (lambda: PowerGossip(warm=1), "warm=1; use True or False"),
     ],
 )

@@ -326,6 +326,19 @@ def test_a_neighbour_that_ends_is_left_out_and_the_others_keep_their_mean():
     ]
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_only_public_copies_need_the_weights_of_the_start(name):
+    def body(rank, group):
+        site = Site(og.Gossip("ring", METHODS[name]), rank, group)
+        start = site.session._updates._start
+        site.steps(0, 1).session.detach()
+        return sum(t.untyped_storage().nbytes() for t in start)
+
+    size = sum(8 * p.numel() for p in model().parameters())
+    for held in run_on_lasting_groups(2, body):
+        assert held == size if name.startswith("choco") else held < size / 10
+
+
 def test_who_was_heard_and_how_far_away_is_recorded():
     def body(rank, group):
         events = Events()
