@@ -71,7 +71,10 @@ class RandomK:
         return found.view(shape)
 
     def _places(self, shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
-        return random_k(torch.Size(shape).numel(), self._count(shape), seed, device)
+        count = self._count(shape)
+        if not count:
+            return torch.empty(0, dtype=torch.int64, device=device)
+        return random_k(torch.Size(shape).numel(), count, seed, device)
 
     def _count(self, shape: tuple[int, ...]) -> int:
         size = torch.Size(shape).numel()

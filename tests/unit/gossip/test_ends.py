@@ -9,7 +9,7 @@ import outergrad as og
 from outergrad.gossip import Choco, LowRank, PowerGossip, RandomK, Whole
 from outergrad.gossip.ends import Weights
 
-SHAPES = [(7, 5), (5,), (3, 4, 2, 2), (), (1, 6)]
+SHAPES = [(7, 5), (5,), (3, 4, 2, 2), (), (1, 6), (0, 3)]
 METHODS = {
     "whole": Whole(),
     "choco, largest": Choco(reduce=og.wire.TopK(0.2), gamma=0.3),
