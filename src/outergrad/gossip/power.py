@@ -20,8 +20,8 @@ class PowerGossip(GossipMethod):
     """Neighbours send products of their weights with a few vectors, which both know.
 
     Choose it for weights that are matrices, where a message of all weights is too long: it needs
-    no tuning. A message has r (m + n) / 2 numbers per m × n matrix on average. Biases, norms and
-    other vectors travel whole.
+    no tuning. A message has r (m + n) / 2 numbers per m × n matrix on average. Biases, norms,
+    other vectors and complex numbers travel whole.
 
     With X the weights of each site, D the difference of theirs: in odd rounds both send X q̂, with
     q̂ = orth(q), p := D q̂, and D is taken for p q̂ᵀ. In even rounds both send Xᵀ p̂, q := Dᵀ p̂, and
@@ -165,7 +165,7 @@ def _letter(start: Sequence[Tensor], most: int, side: int) -> list[Plain]:
 
 def _rank(t: Tensor, most: int) -> int:
     """Returns the columns for a weight: 0 for one that travels whole."""
-    if t.dim() < 2 or not t.numel():
+    if t.dim() < 2 or not t.numel() or t.is_complex():
         return 0
     m, n = _as_matrix(t).shape
     rank = min(most, m, n)

@@ -85,7 +85,7 @@ class RandomK:
 class LowRank:
     """Sends a matrix as two thin ones: its projection on a random subspace, after one iteration.
 
-    Vectors, and matrices of which two thin ones are no fewer numbers, travel whole.
+    Vectors, complex numbers and matrices of which two thin ones are no fewer numbers travel whole.
 
     Attributes:
         rank: Number of columns of the thin matrices.
@@ -99,14 +99,14 @@ class LowRank:
 
     def plain(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Plain]:
         """Returns the thin matrices (m, r) and (n, r)."""
-        if not self._is_reduced(shape):
+        if not self._is_reduced(shape, dtype):
             return [Plain(shape, dtype)]
         m, n = shape[0], torch.Size(shape[1:]).numel()
         return [Plain((m, self.rank), wide(dtype)), Plain((n, self.rank), wide(dtype))]
 
     def encode(self, x: Tensor, seed: int) -> list[Tensor]:
         """Returns P with orthonormal columns, and xᵀ P: the tensor that comes is P Pᵀ x."""
-        if not self._is_reduced(tuple(x.shape)):
+        if not self._is_reduced(tuple(x.shape), x.dtype):
             return [x]
         x_MN = x.flatten(1).to(wide(x.dtype))
         p_MR = orthonormal((x_MN @ drawn(x_MN.shape[1], self.rank, seed, x_MN))[None])[0]
@@ -116,8 +116,10 @@ class LowRank:
         """Returns the product of the thin matrices."""
         return sent[0] if len(sent) == 1 else (sent[0] @ sent[1].mT).view(shape)
 
-    def _is_reduced(self, shape: tuple[int, ...]) -> bool:
+    def _is_reduced(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         m, size = shape[0] if shape else 1, torch.Size(shape).numel()
+        if dtype.is_complex:
+            return False
         return len(shape) > 1 and 0 < (m + size // max(m, 1)) * self.rank < size
 
 

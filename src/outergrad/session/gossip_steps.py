@@ -290,7 +290,7 @@ class SharedWithNeighbours(SharedGradients):
             share, difference = edge.hear(letter)
         except ValueError as error:
             raise RuntimeError(f"Gossip: of {edge.site.called}: {error}") from error
-        square = sum(float(d.double().square().sum()) for d in difference)
+        square = sum(map(_square, difference))
         if not math.isfinite(square):
             near = f"{self._at.me.called} or {edge.site.called}"
             _LOG.warning("%s has weights that are not finite: they are not averaged", near)
@@ -487,3 +487,9 @@ class SharedWithNeighbours(SharedGradients):
 def _hollow(t: Tensor) -> Tensor:
     """Returns a tensor of the same shape, dtype and device that takes no memory."""
     return t.new_empty(()).expand(t.shape)
+
+
+def _square(t: Tensor) -> float:
+    """Returns the square of a tensor's norm, not finite where one of its numbers is not."""
+    real = torch.view_as_real(t) if t.is_complex() else t
+    return float(real.double().square().sum())
