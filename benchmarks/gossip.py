@@ -5,7 +5,8 @@
 
 consensus: each site has a Gaussian matrix of 100 × 100. Prints, for each method, the rounds and the
 bytes that a site has sent until the distance from the mean is a share of what it was, and how far
-the mean has moved meanwhile. CHOCO's gamma is the best of six.
+the mean has moved meanwhile. CHOCO's gamma is the best of six. A gamma of 1.308 is the best one of
+whole weights on this ring.
 
 mnist: an MLP (784-64-10) at eight sites, SGD with Nesterov momentum 0.9, batches of 32 per site.
 Data are dealt at random ("even"), or by sorted labels, so that a site has one or two digits
@@ -37,10 +38,10 @@ MOST = 2000
 GAMMAS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 POWER = {
     "whole": Whole(),
-    "whole, gamma 1.308": Whole(gamma=1.308),
+    "whole, faster": Whole(gamma=1.308),
     "power, rank 1": PowerGossip(),
     "power, rank 1, cold": PowerGossip(warm=False),
-    "power, rank 1, gamma 1.308": PowerGossip(gamma=1.308),
+    "power, rank 1, faster": PowerGossip(gamma=1.308),
     "power, rank 4": PowerGossip(rank=4),
 }
 CHOCO = {

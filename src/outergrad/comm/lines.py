@@ -31,6 +31,12 @@ _FOR_EVER = timedelta(days=3650)
 """gloo closes the connections to *all* sites when a receive times out, so none ever does."""
 _HEADER = 7
 _LETTER, _LAST, _GOODBYE = range(3)
+_MOST_UNREAD = 4
+"""Letters that wait to be read; the sender keeps what it sends beyond."""
+_MOST_HELD = 4
+"""Largest letters on their way, before the other end has to say that the first has arrived."""
+_END_OF_NUMBERS = 1 << 62
+"""Numbers of letters are below this, so that whoever counts on from one stays within int64."""
 _AT_EXIT_S = 1.0
 """Seconds that a program which ends waits for goodbyes of others."""
 _RUNNING: set[_Line] = set()
@@ -56,7 +62,7 @@ class _Line:
         self.came = threading.Condition()
         self.letters: deque[Letter] = deque()
         self.why_closed = ""
-        self._is_over = threading.Event()
+        self._is_over = False
         self._heard = self._sent = 0
         self._held: deque[tuple[int, dist.Work, Tensor]] = deque()
         """Numbered letters on their way: gloo loses a message whose tensor is freed before."""
@@ -78,15 +84,31 @@ class _Line:
         for t in (torch.tensor(about), content) if size else (torch.tensor(about),):
             with transport((self.site,)):
                 work = self._group.send([t], self.site, self._tag)
-            self._held.append((self._sent, work, t))
+            with self.came:
+                self._held.append((self._sent, work, t))
+
+    def next(self, until: float) -> Letter | None:
+        """Returns the next letter; None if none has come until then, or none can."""
+        with self.came:
+            while not self.letters and not self.why_closed:
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    return None
+                self.came.wait(left_s)
+            if not self.letters:
+                return None
+            self.came.notify_all()  # there is room for another one
+            return self.letters.popleft()
 
     def close(self) -> None:
         """Says goodbye, once, behind all that was sent."""
-        if self._is_over.is_set():
+        if self._is_over:
             return
         with suppress(ExchangeError):
             self.send(_GOODBYE, Letter(0, 0.0, torch.empty(0, dtype=torch.uint8)))
-        self._is_over.set()
+        with self.came:
+            self._is_over = True
+            self.came.notify_all()
 
     def ended(self, until: float) -> bool:
         """Waits for the end of the thread; returns whether it has ended."""
@@ -108,7 +130,7 @@ class _Line:
         with self.came:
             self.why_closed = why
             self.came.notify_all()
-        self._is_over.wait()
+            self.came.wait_for(lambda: self._is_over)
         with suppress(RuntimeError):
             for _, work, _ in self._held:
                 work.wait(_FOR_EVER)
@@ -117,8 +139,10 @@ class _Line:
     def _listen(self) -> None:
         while (letter := self._received()) is not None:
             with self.came:
-                self.letters.append(letter)
-                self.came.notify_all()
+                self.came.wait_for(lambda: self._is_over or len(self.letters) < _MOST_UNREAD)
+                if not self._is_over:  # else nobody reads any more
+                    self.letters.append(letter)
+                    self.came.notify_all()
 
     def _received(self) -> Letter | None:
         """Returns the next letter; None for a goodbye."""
@@ -128,14 +152,29 @@ class _Line:
             raise ExchangeError("its message is of another session", kind=Failure.LOCAL)
         if not 0 <= size <= self._most_bytes:
             raise ExchangeError(f"its message is of {size} bytes", kind=Failure.LOCAL)
+        share = struct.unpack("<d", struct.pack("<q", bits))[0]
+        if not (0 <= count < _END_OF_NUMBERS and share >= 0):
+            raise ExchangeError(
+                f"its message has the number {count} and the share {share}", kind=Failure.LOCAL
+            )
         content = self._tensor(size, torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
         if size and int(checksum(content)) != check:
             raise ExchangeError("its message was damaged on its way", kind=Failure.LOCAL)
         self._heard += 1
-        while self._held and self._held[0][0] <= arrived:
-            self._held.popleft()
-        share = struct.unpack("<d", struct.pack("<q", bits))[0]
+        self._let_go(arrived)
         return None if kind == _GOODBYE else Letter(count, share, content, kind == _LAST)
+
+    def _let_go(self, arrived: int) -> None:
+        """Frees what has arrived."""
+        with self.came:
+            while self._held and self._held[0][0] <= arrived:
+                self._held.popleft()
+            held_bytes = sum(t.nbytes for _, _, t in self._held if t.dtype == torch.uint8)
+        if held_bytes > _MOST_HELD * self._most_bytes:
+            raise ExchangeError(
+                f"it answers and says that {held_bytes} bytes of letters have not arrived",
+                kind=Failure.LOCAL,
+            )
 
     def _tensor(self, size: int, dtype: torch.dtype) -> Tensor:
         t = torch.empty(size, dtype=dtype)
@@ -188,17 +227,9 @@ class GlooLines(Lines):
 
     def next(self, site: int, until: float) -> Letter | None:
         """Returns the next letter of a site; None if none has come until then, or none can."""
-        line = self._lines[site]
-        with line.came:
-            while not line.letters and not line.why_closed:
-                left_s = until - time.monotonic()
-                if left_s <= 0:
-                    return None
-                line.came.wait(left_s)
-            if not line.letters:
-                return None
-            letter = line.letters.popleft()
-        self._comm.count(received=8 * _HEADER + letter.content.nbytes)
+        letter = self._lines[site].next(until)
+        if letter is not None:
+            self._comm.count(received=8 * _HEADER + letter.content.nbytes)
         return letter
 
     def why_closed(self, site: int) -> str:

@@ -89,8 +89,7 @@ class TorchComm(Comm):
         self._model_bytes = 0
         """Bytes that were broadcast before the link was measured: what sites share of the model."""
         self._store: Store | None = None
-        self._is_gloo = is_gloo(group)
-        self.has_lines = is_gloo(group)
+        self._is_gloo = self.has_lines = is_gloo(group)
         self._posted: dict[int, deque[_Receiving]] = {}
         """Receives that no exchange has taken yet, by tag."""
         self._host = torch.device("cpu") if has_backend(group, "cpu") else device

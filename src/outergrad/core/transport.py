@@ -80,8 +80,8 @@ class Letter(NamedTuple):
     """A message of one site to another alone.
 
     Attributes:
-        number: what its sender has numbered it with.
-        share: a number of the sender's, such as a weight.
+        number: what its sender has numbered it with, from 0 on.
+        share: a number of the sender's, such as a weight: 0 or more.
         content: bytes, on the host, (n,) uint8.
         ends: whether the sender has nothing more to say in the exchange at hand.
     """

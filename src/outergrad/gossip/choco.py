@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from outergrad.core.coding import Wire
-from outergrad.core.types import StateDict
-from outergrad.gossip.content import bytes_of, tensors_of
-from outergrad.gossip.ends import End, GossipMethod, Weights, copied, put
-from outergrad.gossip.reductions import Reduction, reduction_of
+from outergrad.gossip.content import bytes_of, nbytes_of, tensors_of
+from outergrad.gossip.ends import End, GossipMethod, RememberingEnd, Weights, require_gamma
+from outergrad.gossip.reductions import Reduction, reduction_of, seed_of
 from outergrad.linalg.finite import is_finite
-from outergrad.methods.common import require
 from outergrad.wire import Plain
 
 
@@ -51,8 +46,7 @@ class Choco(GossipMethod):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        real = type(self.gamma) in (int, float) and math.isfinite(self.gamma)
-        require(real and 0 < self.gamma <= 1, self, "gamma", "a number above 0 and up to 1")
+        require_gamma(self, 1)
         object.__setattr__(self, "reduce", reduction_of(self.reduce))
 
     def end(self, start: Sequence[Tensor], first: int, second: int, *, is_first: bool) -> End:
@@ -62,15 +56,14 @@ class Choco(GossipMethod):
     def most_bytes(self, start: Sequence[Tensor]) -> int:
         """Returns the bytes of a letter, which do not change."""
         reduce: Reduction = self.reduce  # type: ignore[assignment]
-        plain = [one for t in start for one in reduce.plain(tuple(t.shape), t.dtype)]
-        return sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in plain)
+        return sum(nbytes_of(reduce.plain(tuple(t.shape), t.dtype)) for t in start)
 
     def travels(self, t: Tensor) -> str:
         """Returns "compressed"."""
         return "compressed"
 
 
-class _ChocoEnd:
+class _ChocoEnd(RememberingEnd):
     """One end: copies of both sites' weights, alike at both ends.
 
     Args:
@@ -80,45 +73,38 @@ class _ChocoEnd:
     """
 
     def __init__(self, method: Choco, start: Sequence[Tensor], edge: str) -> None:
+        mine, theirs = ([t.clone() for t in start] for _ in range(2))
+        super().__init__(mine=mine, theirs=theirs)
         self._reduce: Reduction = method.reduce  # type: ignore[assignment]
-        self._edge, self._round = edge, 0
-        self._mine, self._theirs = copied(start), copied(start)
+        self._edge = edge
         self._plain: list[list[Plain]] = [
             self._reduce.plain(tuple(t.shape), t.dtype) for t in start
         ]
 
     def say(self, weights: Weights) -> Tensor:
-        pairs = zip(weights.tensors, self._mine, strict=True)
+        pairs = zip(weights.tensors, self.kept["mine"], strict=True)
         parts = [self._reduce.encode(x - y, self._seed(k)) for k, (x, y) in enumerate(pairs)]
         return bytes_of([t for part in parts for t in part])
 
     def hear(self, own: Tensor, other: Tensor) -> list[Tensor]:
+        mine, theirs = self.kept["mine"], self.kept["theirs"]
         told = self._decoded(other)
-        for copies, found in ((self._mine, self._decoded(own)), (self._theirs, told)):
+        for copies, found in ((mine, self._decoded(own)), (theirs, told)):
             for copy, q in zip(copies, found, strict=True):
                 if is_finite(q):  # both ends leave out the same; a copy would stay NaN for ever
                     copy.add_(q)
-        self._round += 1
-        return [x - y for x, y in zip(self._theirs, self._mine, strict=True)]
+        self.round += 1
+        return [x - y for x, y in zip(theirs, mine, strict=True)]
 
     def _decoded(self, content: Tensor) -> list[Tensor]:
         flat = [one for parts in self._plain for one in parts]
-        each = iter(tensors_of(content, flat, self._mine[0].device))
+        each = iter(tensors_of(content, flat, self.kept["mine"][0].device))
         return [
             self._reduce.decode([next(each) for _ in parts], tuple(t.shape), self._seed(k)).to(
                 t.dtype
             )
-            for k, (t, parts) in enumerate(zip(self._mine, self._plain, strict=True))
+            for k, (t, parts) in enumerate(zip(self.kept["mine"], self._plain, strict=True))
         ]
 
     def _seed(self, index: int) -> int:
-        digest = hashlib.sha256(f"{self._edge} {self._round} {index}".encode()).digest()
-        return int.from_bytes(digest[:7], "big")
-
-    def state(self) -> StateDict:
-        return {"mine": copied(self._mine), "theirs": copied(self._theirs), "round": self._round}
-
-    def load(self, state: StateDict) -> None:
-        put(self._mine, state, "mine")
-        put(self._theirs, state, "theirs")
-        self._round = state["round"]
+        return seed_of(self._edge, self.round, index)

@@ -25,7 +25,7 @@ def tensors_of(content: Tensor, plain: Sequence[Plain], device: torch.device) ->
     Raises:
         ValueError: the content is of another length.
     """
-    sizes = [_nbytes(one) for one in plain]
+    sizes = [nbytes_of([one]) for one in plain]
     if len(content) != sum(sizes):
         raise ValueError(f"a letter of {len(content)} bytes came, where {sum(sizes)} were due")
     parts = zip(content.split(sizes), plain, strict=True)
@@ -38,5 +38,6 @@ def plain_of(tensors: Sequence[Tensor]) -> list[Plain]:
     return [Plain(tuple(t.shape), t.dtype) for t in tensors]
 
 
-def _nbytes(plain: Plain) -> int:
-    return torch.Size(plain.shape).numel() * plain.dtype.itemsize
+def nbytes_of(plain: Sequence[Plain]) -> int:
+    """Returns the length of a letter of tensors of some shapes and dtypes."""
+    return sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in plain)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outergrad.core.types import StateDict
 from outergrad.gossip.content import bytes_of, plain_of, tensors_of
+from outergrad.methods.common import require
 
 
 class Weights:
@@ -70,12 +71,15 @@ class GossipMethod(Protocol):
 
     gamma: float
     """Share of the difference that an exchange removes, times the edge's weight."""
+    reads_start: bool = True
+    """Whether ends read the values of `start`; else a site keeps no copy of these."""
 
     def end(self, start: Sequence[Tensor], first: int, second: int, *, is_first: bool) -> End:
         """Returns one end of a new edge.
 
         Args:
-            start: weights that both sites had when the session began, which nobody changes.
+            start: weights that both sites had when the session began, which nobody changes; of the
+                same shapes, dtypes and device, without the values, unless `reads_start`.
             first: the lower rank of the edge.
             second: the higher one.
             is_first: whether this end is at the first.
@@ -96,10 +100,14 @@ class Whole(GossipMethod):
     """Neighbours tell each other all their weights: the default of `og.Gossip`.
 
     Attributes:
-        gamma: As for all methods; 1 by default.
+        gamma: As for all methods, above 0 and up to 2; 1 by default.
     """
 
     gamma: float = 1.0
+    reads_start = False
+
+    def __post_init__(self) -> None:
+        require_gamma(self, 2)
 
     def end(self, start: Sequence[Tensor], first: int, second: int, *, is_first: bool) -> End:
         """Returns an end that keeps nothing."""
@@ -129,12 +137,39 @@ class _WholeEnd:
         pass
 
 
-def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns copies for a state."""
-    return [t.clone() for t in tensors]
+class RememberingEnd:
+    """State of an end that keeps tensors, the same at both ends of its edge.
+
+    Args:
+        kept: lists of tensors, by name.
+
+    Attributes:
+        kept: as the argument, as they are now.
+        round: number of rounds that have changed them.
+    """
+
+    def __init__(self, **kept: list[Tensor]) -> None:
+        self.kept, self.round = kept, 0
+
+    def state(self) -> StateDict:
+        """Returns copies of the tensors, and the number of rounds."""
+        copies = {name: [t.clone() for t in tensors] for name, tensors in self.kept.items()}
+        return {**copies, "round": self.round}
+
+    def load(self, state: StateDict) -> None:
+        """Goes on from a saved state."""
+        for name, tensors in self.kept.items():
+            for t, saved in zip(tensors, state[name], strict=True):
+                t.copy_(saved)
+        self.round = state["round"]
 
 
-def put(into: Sequence[Tensor], state: Mapping[str, Sequence[Tensor]], name: str) -> None:
-    """Overwrites tensors by those of a state."""
-    for t, saved in zip(into, state[name], strict=True):
-        t.copy_(saved)
+def require_gamma(method: GossipMethod, most: int) -> None:
+    """Checks the step of a method.
+
+    Raises:
+        ValueError: it is no number above 0 and up to `most`.
+    """
+    is_number = type(method.gamma) in (int, float)
+    valid = f"a number above 0 and up to {most}"
+    require(is_number and 0 < method.gamma <= most, method, "gamma", valid)

@@ -31,6 +31,10 @@ class Graph(Protocol):
         """Returns the number of steps after which all edges have been there."""
         return 1
 
+    def all_edges(self, sites: int) -> Collection[Edge]:
+        """Returns the edges of all steps together."""
+        return {edge for step in range(self.period(sites)) for edge in self.edges(sites, step)}
+
 
 @dataclass(frozen=True)
 class Ring(Graph):
@@ -141,6 +145,10 @@ class RandomPairs(Graph):
         """Returns a number of steps in which draws have connected all sites, in all likelihood."""
         return 16 * max(sites, 1)
 
+    def all_edges(self, sites: int) -> Collection[Edge]:
+        """Returns all pairs: a pair that has not been drawn in a period may be drawn later."""
+        return Complete().edges(sites)
+
     def _draw(self, step: int, site: int) -> bytes:
         return hashlib.sha256(f"{self.seed} {step} {site}".encode()).digest()
 
@@ -243,9 +251,8 @@ def graph_of(given: object) -> Graph:
 
 
 def neighbours(graph: Graph, sites: int, rank: int) -> list[int]:
-    """Returns all sites that a site may exchange with, in any step of a period."""
-    pairs = {pair for step in range(graph.period(sites)) for pair in graph.edges(sites, step)}
-    return sorted({i + j - rank for i, j in pairs if rank in (i, j)})
+    """Returns all sites that a site may exchange with, in any step."""
+    return sorted({i + j - rank for i, j in graph.all_edges(sites) if rank in (i, j)})
 
 
 def refuse_disconnected(graph: Graph, sites: int) -> None:
@@ -254,7 +261,7 @@ def refuse_disconnected(graph: Graph, sites: int) -> None:
     Raises:
         ValueError: it does not; or there is no such graph of so many sites.
     """
-    pairs = {pair for step in range(graph.period(sites)) for pair in graph.edges(sites, step)}
+    pairs = set(graph.all_edges(sites))
     ways = [pairs, {(j, i) for i, j in pairs}]
     if not graph.directed:
         ways = [ways[0] | ways[1]]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from outergrad.core.types import StateDict
-from outergrad.gossip.content import bytes_of, tensors_of
-from outergrad.gossip.ends import End, GossipMethod, Weights, copied, put
-from outergrad.gossip.reductions import drawn
+from outergrad.gossip.content import bytes_of, nbytes_of, plain_of, tensors_of
+from outergrad.gossip.ends import End, GossipMethod, RememberingEnd, Weights, require_gamma
+from outergrad.gossip.reductions import drawn, seed_of, wide
 from outergrad.linalg.orthonormal import orthonormal
 from outergrad.methods.common import require
 from outergrad.wire import Plain
@@ -23,8 +20,8 @@ class PowerGossip(GossipMethod):
     """Neighbours send products of their weights with a few vectors, which both know.
 
     Choose it for weights that are matrices, where a message of all weights is too long: it needs
-    no tuning. A message has r (m + n) / 2 numbers per m × n matrix on average. Biases, norms and
-    other vectors travel whole.
+    no tuning. A message has r (m + n) / 2 numbers per m × n matrix on average. Biases, norms,
+    other vectors and complex numbers travel whole.
 
     With X the weights of each site, D the difference of theirs: in odd rounds both send X q̂, with
     q̂ = orth(q), p := D q̂, and D is taken for p q̂ᵀ. In even rounds both send Xᵀ p̂, q := Dᵀ p̂, and
@@ -44,13 +41,13 @@ class PowerGossip(GossipMethod):
     gamma: float = 1.0
     warm: bool = True
     seed: int = 0
+    reads_start = False
 
     def __post_init__(self) -> None:
         require(
             type(self.rank) is int and self.rank >= 1, self, "rank", "a whole number, 1 or more"
         )
-        real = type(self.gamma) in (int, float)
-        require(real and 0 < self.gamma <= 2, self, "gamma", "a number above 0 and up to 2")
+        require_gamma(self, 2)
         require(type(self.warm) is bool, self, "warm", "True or False")
 
     def end(self, start: Sequence[Tensor], first: int, second: int, *, is_first: bool) -> End:
@@ -58,15 +55,15 @@ class PowerGossip(GossipMethod):
         return _PowerEnd(self, start, f"{self.seed} {first} {second}", is_first=is_first)
 
     def most_bytes(self, start: Sequence[Tensor]) -> int:
-        """Returns the bytes of the longer one of two letters: at most those of the model."""
-        return sum(t.nbytes for t in start) + 8 * self.rank * sum(map(len, map(_as_matrix, start)))
+        """Returns the bytes of the longer one of two letters in a row."""
+        return max(nbytes_of(_letter(start, self.rank, side)) for side in (0, 1))
 
     def travels(self, t: Tensor) -> str:
         """Returns "low rank" for a matrix, unless it travels whole."""
         return "low rank" if _rank(t, self.rank) else "dense"
 
 
-class _PowerEnd:
+class _PowerEnd(RememberingEnd):
     """One end: vectors p and q per matrix, alike at both ends.
 
     Args:
@@ -79,11 +76,10 @@ class _PowerEnd:
     def __init__(
         self, method: PowerGossip, start: Sequence[Tensor], edge: str, *, is_first: bool
     ) -> None:
-        self._method, self._edge, self._is_first = method, edge, is_first
-        self._start, self._round = start, 0
+        super().__init__()
+        self._method, self._edge, self._is_first, self._start = method, edge, is_first, start
         self._matrices = [k for k, t in enumerate(start) if self._rank(t)]
-        self._p = [self._drawn(k, rows=True) for k in self._matrices]
-        self._q = [self._drawn(k, rows=False) for k in self._matrices]
+        self.kept = self._all_drawn()
 
     def say(self, weights: Weights) -> Tensor:
         bases, products = iter(self._bases()), list[Tensor]()
@@ -107,29 +103,25 @@ class _PowerEnd:
                 change = d @ basis.mT if self._is_odd else basis @ d.mT
                 d = change.view(self._start[k].shape).to(self._start[k].dtype)
             found.append(d.neg_() if self._is_first else d)
-        if self._is_odd:
-            self._p, self._q = new, bases
-        else:
-            self._p, self._q = bases, new
-        self._round += 1
+        self.kept = {"p": new, "q": bases} if self._is_odd else {"p": bases, "q": new}
+        self.round += 1
         if not self._method.warm:
-            self._p = [self._drawn(k, rows=True) for k in self._matrices]
-            self._q = [self._drawn(k, rows=False) for k in self._matrices]
+            self.kept = self._all_drawn()
         return found
 
     @property
     def _is_odd(self) -> bool:
         """True in the first round, the third and so on."""
-        return self._round % 2 == 0
+        return self.round % 2 == 0
 
     def _side(self, x_MN: Tensor) -> Tensor:
         """Returns X, or Xᵀ where it is the other side's turn."""
-        x_MN = x_MN.to(_wide(x_MN.dtype))
+        x_MN = x_MN.to(wide(x_MN.dtype))
         return x_MN if self._is_odd else x_MN.mT
 
     def _bases(self) -> list[Tensor]:
         """Returns orthonormal columns of what the last round left."""
-        left = self._q if self._is_odd else self._p
+        left = self.kept["q" if self._is_odd else "p"]
         pairs = zip(self._matrices, left, strict=True)
         return [orthonormal(self._not_zero(y, k)[None])[0] for k, y in pairs]
 
@@ -139,38 +131,41 @@ class _PowerEnd:
             return y
         return self._drawn(k, rows=not self._is_odd)
 
+    def _all_drawn(self) -> dict[str, list[Tensor]]:
+        sides = {"p": True, "q": False}
+        return {
+            name: [self._drawn(k, rows=rows) for k in self._matrices]
+            for name, rows in sides.items()
+        }
+
     def _drawn(self, k: int, *, rows: bool) -> Tensor:
         x_MN = _as_matrix(self._start[k])
-        text = f"{self._edge} {self._round} {k} {rows}"
-        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        like = x_MN.new_empty(0, dtype=_wide(x_MN.dtype))
+        seed = seed_of(self._edge, self.round, k, rows)
+        like = x_MN.new_empty(0, dtype=wide(x_MN.dtype))
         return drawn(x_MN.shape[0 if rows else 1], self._rank(x_MN), seed, like)
 
     def _rank(self, t: Tensor) -> int:
         return _rank(t, self._method.rank)
 
     def _read(self, content: Tensor) -> list[Tensor]:
-        side = 0 if self._is_odd else 1
-        plain = [
-            Plain((_as_matrix(t).shape[side], self._rank(t)), _wide(t.dtype))
-            if k in self._matrices
-            else Plain(tuple(t.shape), t.dtype)
-            for k, t in enumerate(self._start)
-        ]
+        plain = _letter(self._start, self._method.rank, 0 if self._is_odd else 1)
         return tensors_of(content, plain, self._start[0].device)
 
-    def state(self) -> StateDict:
-        return {"p": copied(self._p), "q": copied(self._q), "round": self._round}
 
-    def load(self, state: StateDict) -> None:
-        put(self._p, state, "p")
-        put(self._q, state, "q")
-        self._round = state["round"]
+def _letter(start: Sequence[Tensor], most: int, side: int) -> list[Plain]:
+    """Returns what a letter has for each weight: its product, of one side, or all of it."""
+    found = list[Plain]()
+    for t in start:
+        if rank := _rank(t, most):
+            found.append(Plain((_as_matrix(t).shape[side], rank), wide(t.dtype)))
+        else:
+            found += plain_of([t])
+    return found
 
 
 def _rank(t: Tensor, most: int) -> int:
     """Returns the columns for a weight: 0 for one that travels whole."""
-    if t.dim() < 2 or not t.numel():
+    if t.dim() < 2 or not t.numel() or t.is_complex():
         return 0
     m, n = _as_matrix(t).shape
     rank = min(most, m, n)
@@ -180,8 +175,3 @@ def _rank(t: Tensor, most: int) -> int:
 def _as_matrix(t: Tensor) -> Tensor:
     """Returns a view (m, n) of a weight: outputs by all else; (size, 1) of a vector."""
     return t.flatten(1) if t.dim() > 1 else t.reshape(-1, 1)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of vectors: decompositions know float32 and float64 alone."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

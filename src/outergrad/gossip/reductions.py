@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -70,7 +71,10 @@ class RandomK:
         return found.view(shape)
 
     def _places(self, shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
-        return random_k(torch.Size(shape).numel(), self._count(shape), seed, device)
+        count = self._count(shape)
+        if not count:
+            return torch.empty(0, dtype=torch.int64, device=device)
+        return random_k(torch.Size(shape).numel(), count, seed, device)
 
     def _count(self, shape: tuple[int, ...]) -> int:
         size = torch.Size(shape).numel()
@@ -81,7 +85,7 @@ class RandomK:
 class LowRank:
     """Sends a matrix as two thin ones: its projection on a random subspace, after one iteration.
 
-    Vectors, and matrices of which two thin ones are no fewer numbers, travel whole.
+    Vectors, complex numbers and matrices of which two thin ones are no fewer numbers travel whole.
 
     Attributes:
         rank: Number of columns of the thin matrices.
@@ -95,16 +99,16 @@ class LowRank:
 
     def plain(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Plain]:
         """Returns the thin matrices (m, r) and (n, r)."""
-        if not self._is_reduced(shape):
+        if not self._is_reduced(shape, dtype):
             return [Plain(shape, dtype)]
         m, n = shape[0], torch.Size(shape[1:]).numel()
-        return [Plain((m, self.rank), _wide(dtype)), Plain((n, self.rank), _wide(dtype))]
+        return [Plain((m, self.rank), wide(dtype)), Plain((n, self.rank), wide(dtype))]
 
     def encode(self, x: Tensor, seed: int) -> list[Tensor]:
         """Returns P with orthonormal columns, and xᵀ P: the tensor that comes is P Pᵀ x."""
-        if not self._is_reduced(tuple(x.shape)):
+        if not self._is_reduced(tuple(x.shape), x.dtype):
             return [x]
-        x_MN = x.flatten(1).to(_wide(x.dtype))
+        x_MN = x.flatten(1).to(wide(x.dtype))
         p_MR = orthonormal((x_MN @ drawn(x_MN.shape[1], self.rank, seed, x_MN))[None])[0]
         return [p_MR, x_MN.mT @ p_MR]
 
@@ -112,8 +116,10 @@ class LowRank:
         """Returns the product of the thin matrices."""
         return sent[0] if len(sent) == 1 else (sent[0] @ sent[1].mT).view(shape)
 
-    def _is_reduced(self, shape: tuple[int, ...]) -> bool:
+    def _is_reduced(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         m, size = shape[0] if shape else 1, torch.Size(shape).numel()
+        if dtype.is_complex:
+            return False
         return len(shape) > 1 and 0 < (m + size // max(m, 1)) * self.rank < size
 
 
@@ -161,13 +167,19 @@ def reduction_of(given: Reduction | Wire) -> Reduction:
     return Coded(codecs[0])
 
 
+def seed_of(*about: object) -> int:
+    """Returns a seed that follows from some numbers and names, alike everywhere: below 2⁵⁶."""
+    digest = hashlib.sha256(" ".join(map(str, about)).encode()).digest()
+    return int.from_bytes(digest[:7], "big")
+
+
 def drawn(rows: int, columns: int, seed: int, like: Tensor) -> Tensor:
     """Returns normally distributed numbers (rows, columns) that follow from the seed alone."""
-    generator = torch.Generator().manual_seed(seed % (1 << 63))
+    generator = torch.Generator().manual_seed(seed)
     found = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
     return found.to(like.device, like.dtype)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of factors: decompositions know float32 and float64 alone."""
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of factors and vectors: decompositions know float32 and float64 alone."""
     return torch.float64 if dtype == torch.float64 else torch.float32

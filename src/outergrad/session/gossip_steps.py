@@ -124,6 +124,15 @@ class Edge:
         self._said, self.ended, self.is_cold = None, None, False
         self.unanswered -= 1
 
+    def state(self) -> StateDict:
+        """Returns what is to be saved, with copies of tensors."""
+        return {"done": self.done, "end": self.end.state()}
+
+    def load(self, state: StateDict) -> None:
+        """Goes on from a saved state, and forgets a round under way."""
+        self.done, self._said = state["done"], None
+        self.end.load(state["end"])
+
 
 class SharedWithNeighbours(SharedGradients):
     """Weights are averaged with neighbours after steps of the user's optimizers: `og.Gossip`.
@@ -140,10 +149,18 @@ class SharedWithNeighbours(SharedGradients):
     """
 
     follows_nodes, are_own = False, True
+    why_no_join = (
+        "Gossip goes by the steps of each site's own optimizer, and neighbours go on without a "
+        "site that makes none: leave the join out"
+    )
+    why_not_made_equal = (
+        "with Gossip every site has weights of its own: call session.average() on every site, "
+        "which gives all of them the mean"
+    )
 
     def __init__(self, inspection: Inspection, method: Gossip) -> None:
         self._trained, self._method = dict(inspection.model.params), method
-        places = {name: _placeholder(p) for name, p in self._trained.items()}
+        places = {name: nn.Parameter(_hollow(p.detach())) for name, p in self._trained.items()}
         self.inspection = replace(inspection, model=replace(inspection.model, params=places))
         self._number, self._distance, self._begun = 0, 0.0, False
         self._late = frozenset[str]()
@@ -156,7 +173,8 @@ class SharedWithNeighbours(SharedGradients):
         self._at, self._reporter = core.at, core.reporter
         self._failure, self._elastic, comm = failure, elastic, core.at.comm
         # What all sites have now, to the bit: both ends of an edge begin from it.
-        self._start = [p.detach().clone() for p in self._trained.values()]
+        kept = Tensor.clone if self._method.how.reads_start else _hollow
+        self._start = [kept(p.detach()) for p in self._trained.values()]
         near = neighbours(self._method.way, comm.world_size, comm.rank)
         self._edges = {site: Edge(comm.sites[site], self._end(site)) for site in near}
         most = max(m.most_bytes(self._start) for m in (self._method.how, Whole()))
@@ -181,22 +199,27 @@ class SharedWithNeighbours(SharedGradients):
     def _exchange(self) -> None:
         """Averages with the neighbours, in as many rounds as the method says."""
         self._refuse_converted()
-        since, waited_s = Since(self._at.comm), 0.0
-        heard, away = set[Site](), set[Site]()
-        for index in range(self._method.rounds):
-            found = self._round(self._number * self._method.rounds + index)
-            heard |= found[0]
-            away |= found[1]
-            waited_s += found[2]
+        since = Since(self._at.comm)
+        heard, away, waited_s = self._rounds(self._method.rounds)
         self._number += 1
         self.counter.restart()
         took_part = tuple(site.called for site in sorted(heard - away))
         more = {"wait_s": waited_s, "exchanges": self._number, "took_part": took_part}
         stats = since.stats(self._number, neighbour_distance=self._distance, **more)
         self._at.stats = stats
-        late = tuple(site.called for site in sorted(away))
-        self._tell(late)
+        late = self._tell(away)
         self._reporter.gossip(stats, late)
+
+    def _rounds(self, count: int, *, whole: bool = False) -> tuple[set[Site], set[Site], float]:
+        """Exchanges some times in a row; arguments and result are those of `_round`."""
+        heard, away, waited_s = set[Site](), set[Site](), 0.0
+        first = self._number * self._method.rounds
+        for step in range(first, first + count):
+            found = self._round(step, whole=whole)
+            heard |= found[0]
+            away |= found[1]
+            waited_s += found[2]
+        return heard, away, waited_s
 
     @torch.no_grad()
     def _round(self, step: int, *, whole: bool = False) -> tuple[set[Site], set[Site], float]:
@@ -267,7 +290,7 @@ class SharedWithNeighbours(SharedGradients):
             share, difference = edge.hear(letter)
         except ValueError as error:
             raise RuntimeError(f"Gossip: of {edge.site.called}: {error}") from error
-        square = sum(float(d.double().square().sum()) for d in difference)
+        square = sum(map(_square, difference))
         if not math.isfinite(square):
             near = f"{self._at.me.called} or {edge.site.called}"
             _LOG.warning("%s has weights that are not finite: they are not averaged", near)
@@ -317,11 +340,10 @@ class SharedWithNeighbours(SharedGradients):
             raise ValueError(f"session.average(rounds={rounds!r}): use a whole number, 1 or more")
         if self._begun and self.counter.any_made:
             self._exchange()
+        self._uncounted.restart()
         unknown = self.settle()
         if rounds is not None:
-            first = self._number * self._method.rounds
-            for step in range(first, first + rounds):
-                self._round(step, whole=True)
+            self._tell(self._rounds(rounds, whole=True)[1])
             return
         if unknown:
             raise RuntimeError(
@@ -329,7 +351,6 @@ class SharedWithNeighbours(SharedGradients):
                 f"all sites: call session.average(rounds=n) on those that are left"
             )
         self._average_all()
-        self._uncounted.restart()
 
     def _average_all(self) -> None:
         self._elastic.require_group()
@@ -364,28 +385,6 @@ class SharedWithNeighbours(SharedGradients):
         self._begun = True
         return self._count(SAID)
 
-    def refuse_join(self) -> None:
-        """Raises: an exchange follows steps of each site, and one that has run out makes none.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(
-            "session.join(): Gossip goes by the steps of each site's own optimizer, and neighbours "
-            "go on without a site that makes none: leave the join out"
-        )
-
-    def refuse_make_equal(self) -> None:
-        """Raises: sites differ all the time.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(
-            "session.make_equal(): with Gossip every site has weights of its own: call "
-            "session.average() on every site, which gives all of them the mean"
-        )
-
     def explained(self, lines: Coverage) -> Coverage:
         """Says of each parameter that the site's weights travel, to whom, and how often."""
         return Coverage(tuple(map(self._explained, lines)))
@@ -403,7 +402,7 @@ class SharedWithNeighbours(SharedGradients):
     def state(self) -> StateDict:
         """Returns what is known at this site's ends of the edges."""
         unsettled = [int(site) for site in self._unsettled]
-        edges = {site: {"done": e.done, "end": e.end.state()} for site, e in self._edges.items()}
+        edges = {site: edge.state() for site, edge in self._edges.items()}
         about = {"number": self._number, "made": dict(self.counter.made), "unsettled": unsettled}
         return {"gossip": {**about, "edges": edges}}
 
@@ -414,9 +413,7 @@ class SharedWithNeighbours(SharedGradients):
         self.counter.resume(found["made"])
         self._uncounted.restart()
         for site, edge in self._edges.items():
-            saved = found["edges"][site]
-            edge.done = saved["done"]
-            edge.end.load(saved["end"])
+            edge.load(found["edges"][site])
         self.settle(cold=found["unsettled"])
 
     def detach(self) -> None:
@@ -471,8 +468,9 @@ class SharedWithNeighbours(SharedGradients):
 
     # -- what is told -----------------------------------------------------------------------------
 
-    def _tell(self, late: tuple[str, ...]) -> None:
-        """Logs once that a neighbour is away, and once that it is back."""
+    def _tell(self, away: set[Site]) -> tuple[str, ...]:
+        """Logs once that a neighbour is away, and once that it is back; returns who is away."""
+        late = tuple(site.called for site in sorted(away))
         gone, back = set(late) - self._late, self._late - set(late)
         me = self._at.me.called
         for edge in self._edges.values():
@@ -483,8 +481,15 @@ class SharedWithNeighbours(SharedGradients):
         if back:
             _LOG.warning("%s hears %s again", me, ", ".join(sorted(back)))
         self._late = frozenset(late)
+        return late
 
 
-def _placeholder(p: nn.Parameter) -> nn.Parameter:
-    """Returns a parameter of the same shape, dtype and device that takes no memory."""
-    return nn.Parameter(torch.empty((), dtype=p.dtype, device=p.device).expand(p.shape))
+def _hollow(t: Tensor) -> Tensor:
+    """Returns a tensor of the same shape, dtype and device that takes no memory."""
+    return t.new_empty(()).expand(t.shape)
+
+
+def _square(t: Tensor) -> float:
+    """Returns the square of a tensor's norm, not finite where one of its numbers is not."""
+    real = torch.view_as_real(t) if t.is_complex() else t
+    return float(real.double().square().sum())

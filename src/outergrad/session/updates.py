@@ -43,6 +43,8 @@ class SharedGradients:
         follows_nodes: True if autograd's nodes of the shared parameters are those of the user's
             backward passes.
         are_own: True if each site has weights of its own between two exchanges.
+        why_no_join: why loops cannot be joined, and the remedy; "" if they can.
+        why_not_made_equal: why replicas are not to be made equal, and the remedy; "" if they are.
     """
 
     remedies: ClassVar = {
@@ -52,6 +54,7 @@ class SharedGradients:
         "mend": "all sites take the first one's",
     }
     follows_nodes, are_own = True, False
+    why_no_join = why_not_made_equal = ""
 
     def attach(
         self, core: Core, failure: FailureHandler, elastic: Elastic, loop: BackwardLoop
@@ -101,9 +104,13 @@ class SharedGradients:
 
     def refuse_join(self) -> None:
         """Raises RuntimeError if loops cannot be joined."""
+        if self.why_no_join:
+            raise RuntimeError(f"session.join(): {self.why_no_join}")
 
     def refuse_make_equal(self) -> None:
         """Raises RuntimeError if replicas are not to be equal now."""
+        if self.why_not_made_equal:
+            raise RuntimeError(f"session.make_equal(): {self.why_not_made_equal}")
 
     def explained(self, lines: Coverage) -> Coverage:
         """Adds to a coverage when what is shared."""
@@ -150,6 +157,16 @@ class SharedChanges(SharedGradients):
         "mend": SharedGradients.remedies["mend"],
     }  # `make_equal()` is refused here
     follows_nodes, are_own = False, True  # backward passes are the user's own
+    why_no_join = (
+        "LocalSteps goes by the steps of each site's own optimizer, and a site that has run out "
+        "makes none: let every site make the same number of steps, as by starting a shorter loader "
+        "again"
+    )
+    why_not_made_equal = (
+        "with LocalSteps every site has weights of its own between two exchanges: pass "
+        "og.distribute(..., verify_every=n, on_drift='mend'), which makes equal what they have in "
+        "common"
+    )
 
     def __init__(
         self,
@@ -227,30 +244,6 @@ class SharedChanges(SharedGradients):
             self.outer.refuse_converted()
             self._begun = True
         return self._count(SAID)
-
-    def refuse_join(self) -> None:
-        """Raises: an exchange follows k steps of each site, and one that has run out makes none.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(
-            "session.join(): LocalSteps goes by the steps of each site's own optimizer, and a site "
-            "that has run out makes none: let every site make the same number of steps, as by "
-            "starting a shorter loader again"
-        )
-
-    def refuse_make_equal(self) -> None:
-        """Raises: sites differ between two exchanges.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(
-            "session.make_equal(): with LocalSteps every site has weights of its own between two "
-            "exchanges: pass og.distribute(..., verify_every=n, on_drift='mend'), which makes "
-            "equal what they have in common"
-        )
 
     def explained(self, lines: Coverage) -> Coverage:
         """Says of each parameter that its change travels, and how often."""

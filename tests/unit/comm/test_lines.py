@@ -139,6 +139,89 @@ def test_a_letter_that_is_too_long_closes_its_line(sent, told):
     assert run_ranks(2, body)[1] == told
 
 
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        (letter(0, share=-1.0), "its message has the number 0 and the share -1.0"),
+        (letter(0, share=float("nan")), "its message has the number 0 and the share nan"),
+        (letter(-1), "its message has the number -1 and"),
+        (letter((1 << 63) - 1, ends=True), "its message has the number 9223372036854775807 and"),
+    ],
+)
+def test_a_letter_that_nobody_sends_in_earnest_closes_its_line(sent, told):
+    """A share below 0 would carry the other site away; int64 ends behind the last number."""
+
+    def body(rank, group):
+        _, lines = opened(group, [1 - rank], 11)
+        if rank == 0:
+            lines.send(1, sent)
+        found = None if rank == 0 else lines.next(0, within(LONG_S))
+        why = lines.why_closed(1 - rank)
+        lines.close()
+        return found, why
+
+    found, why = run_ranks(2, body)[1]
+    assert found is None
+    assert why.startswith(told)
+
+
+def test_letters_that_nobody_reads_stay_with_their_sender():
+    def body(rank, group):
+        _, lines = opened(group, [1 - rank], 12)
+        if rank == 0:
+            for number in range(50):
+                lines.send(1, letter(number))
+            lines.close()
+            return None
+        line = lines._lines[0]
+        with line.came:
+            assert line.came.wait_for(lambda: len(line.letters) == 4, LONG_S)
+        time.sleep(SOON_S)
+        held = len(line.letters)
+        numbers = [lines.next(0, within(LONG_S)).number for _ in range(50)]
+        assert lines.next(0, within(LONG_S)) is None
+        lines.close()
+        return held, numbers
+
+    assert run_on_lasting_groups(2, body)[1] == (4, list(range(50)))
+
+
+def test_a_site_that_closes_reads_no_more_than_the_goodbye():
+    """Its thread ends also where letters wait that nobody has read."""
+
+    def body(rank, group):
+        _, lines = opened(group, [1 - rank], 13)
+        for number in range(50 * rank):
+            lines.send(0, letter(number))
+        lines.close()
+        assert all(line.ended(within(LONG_S)) for line in lines._lines.values())
+        return [len(line.letters) for line in lines._lines.values()]
+
+    assert max(map(max, run_on_lasting_groups(2, body))) <= 4
+
+
+def test_a_site_that_never_says_what_has_arrived_is_not_answered_for_ever():
+    """What is on its way is kept until the other end has it: that must not grow."""
+
+    def body(rank, group):
+        _, lines = opened(group, [1 - rank], 14)
+        line = lines._lines[1 - rank]
+        held, line._heard = 0, -1000 * rank
+        for number in range(20):
+            lines.send(1 - rank, letter(number, *range(100)))
+            held = max(held, len(line._held))
+            if lines.next(1 - rank, within(LONG_S)) is None:
+                break
+        why = lines.why_closed(1 - rank)
+        lines.close()
+        return number, held, why
+
+    number, held, why = run_ranks(2, body)[0]
+    assert number < 8
+    assert held < 16
+    assert why.startswith("it answers and says that")
+
+
 def test_damaged_letters_close_their_line(monkeypatch):
     monkeypatch.setattr("outergrad.comm.lines.checksum", lambda t: int(t[0]) + threads.pop())
     threads = [1, 0]

@@ -9,7 +9,7 @@ import outergrad as og
 from outergrad.gossip import Choco, LowRank, PowerGossip, RandomK, Whole
 from outergrad.gossip.ends import Weights
 
-SHAPES = [(7, 5), (5,), (3, 4, 2, 2), (), (1, 6)]
+SHAPES = [(7, 5), (5,), (3, 4, 2, 2), (), (1, 6), (0, 3)]
 METHODS = {
     "whole": Whole(),
     "choco, largest": Choco(reduce=og.wire.TopK(0.2), gamma=0.3),
@@ -48,7 +48,7 @@ class Edge:
 
     def distance(self):
         pairs = zip(*self.sites, strict=True)
-        return sum(float((a - b).double().square().sum()) for a, b in pairs) ** 0.5
+        return sum(float((a - b).abs().double().square().sum()) for a, b in pairs) ** 0.5
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -72,6 +72,20 @@ def test_the_sum_of_both_is_kept_and_they_agree(name):
     assert edge.distance() < 1e-2 * before
     for a, b, kept in zip(*edge.sites, sums, strict=True):
         torch.testing.assert_close(a + b, kept, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "name", ["whole", "choco, largest", "choco, random", "choco, low rank", "power"]
+)
+def test_imaginary_parts_travel_too(name):
+    sites = [[torch.full((7, 5), value)] for value in (0j, 1 + 2j)]
+    edge = Edge(METHODS[name])
+    edge.sites = sites
+    edge.ends = [METHODS[name].end(sites[0], 2, 5, is_first=first) for first in (True, False)]
+    before = edge.distance()
+    for _ in range(60):
+        edge.round()
+    assert edge.distance() < 0.1 * before
 
 
 def test_whole_weights_agree_at_once():
@@ -179,6 +193,8 @@ def test_a_letter_of_another_length_is_refused(name):
         (lambda: LowRank(0), "rank=0; use a whole number, 1 or more"),
         (lambda: PowerGossip(rank=0), "rank=0; use a whole number, 1 or more"),
         (lambda: PowerGossip(gamma=-1), "gamma=-1; use a number above 0"),
+        (lambda: Whole(gamma=-1.0), "gamma=-1.0; use a number above 0 and up to 2"),
+        (lambda: Whole(gamma=float("nan")), "gamma=nan; use a number above 0"),
         (lambda: PowerGossip(warm=1), "warm=1; use True or False"),
     ],
 )

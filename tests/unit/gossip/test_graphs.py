@@ -140,6 +140,12 @@ def test_neighbours_are_those_of_all_steps():
     assert neighbours(NAMED["ring"], 1, 0) == []
 
 
+def test_a_pair_may_be_drawn_that_was_not_drawn_in_a_period(monkeypatch):
+    monkeypatch.setattr(RandomPairs, "period", lambda self, sites: 1)
+    assert neighbours(RandomPairs(), 6, 2) == [0, 1, 3, 4, 5]
+    refuse_disconnected(RandomPairs(), 6)
+
+
 def test_a_file_of_edges(tmp_path):
     path = tmp_path / "edges.txt"
     path.write_text("# hospitals\n0 1\n1, 2  # by the river\n\n2 0\n")

@@ -41,6 +41,19 @@ class Site:
         train(self.model, [self.optimizer], self.rank, range(start, stop))
         return self
 
+    @torch.no_grad()
+    def differ(self):
+        """Gives every site weights of its own, by a change that no other site makes."""
+        generator = torch.Generator().manual_seed(self.rank)
+        for p in self.model.parameters():
+            p.sub_(torch.randn(p.shape, generator=generator, dtype=p.dtype))
+        return self.weights()
+
+    def settle(self):
+        """Waits for late sites as long as they need."""
+        self.session._updates._at.comm.patience_s = 10.0
+        self.session._updates.settle()
+
     def weights(self):
         return [p.detach().clone() for p in self.model.parameters()]
 
@@ -53,13 +66,6 @@ def spread(sites):
     """Root mean square of the sites' distances from their mean."""
     stacked = torch.stack([flat(weights) for weights in sites])
     return float((stacked - stacked.mean(dim=0)).square().sum(dim=1).mean().sqrt())
-
-
-def differ(net, rank, lr=1.0):
-    """Gives every site weights of its own, by a step that no other site makes."""
-    generator = torch.Generator().manual_seed(rank)
-    for p in net.parameters():
-        p.grad = lr * torch.randn(p.shape, generator=generator, dtype=p.dtype)
 
 
 def reference(graph, sites, steps, every=1, rounds=1):
@@ -107,11 +113,7 @@ def test_exchanges_keep_the_mean_of_all_sites(name, graph, often):
 
     def body(rank, group):
         site = Site(og.Gossip(graph, METHODS[name], **OFTEN[often]), rank, group, lr=0.0)
-        differ(site.model, rank)
-        with torch.no_grad():
-            for p in site.model.parameters():
-                p.sub_(p.grad)
-        before = site.weights()
+        before = site.differ()
         after = [site.steps(n, n + 1).weights() for n in range(10)]
         site.session.detach()
         return before, after
@@ -210,11 +212,7 @@ def test_a_late_neighbour_keeps_nobody_waiting_and_what_it_missed_still_counts(n
     def body(rank, group):
         method = og.Gossip("ring", METHODS[name])
         site = Site(method, rank, group, lr=0.0, timeout=1.0)
-        differ(site.model, rank)
-        with torch.no_grad():
-            for p in site.model.parameters():
-                p.sub_(p.grad)
-        before, took_part = site.weights(), []
+        before, took_part = site.differ(), []
         if rank == 0:  # which waits for those that wait
             site.session._updates._at.comm.patience_s = 10.0
         for number in range(3):
@@ -224,8 +222,7 @@ def test_a_late_neighbour_keeps_nobody_waiting_and_what_it_missed_still_counts(n
             took_part.append(site.session.stats().took_part)
         if rank == 0:
             late.go.set()
-        site.session._updates._at.comm.patience_s = 10.0
-        site.session._updates.settle()
+        site.settle()
         settled = site.weights()
         site.steps(3, 6).session.average()
         end = site.weights()
@@ -250,11 +247,7 @@ def test_a_site_that_saves_later_than_its_neighbours_is_met_again(name):
     def body(rank, group):
         method = og.Gossip("complete", METHODS[name])
         site = Site(method, rank, group, lr=0.0, timeout=1.0)
-        differ(site.model, rank)
-        with torch.no_grad():
-            for p in site.model.parameters():
-                p.sub_(p.grad)
-        before = site.weights()
+        before = site.differ()
         site.steps(0, 2)
         if rank == 2:
             late.wait()
@@ -262,8 +255,7 @@ def test_a_site_that_saves_later_than_its_neighbours_is_met_again(name):
         apart = site.steps(2, 3).session.stats().took_part
         if rank == 0:
             late.go.set()
-        site.session._updates._at.comm.patience_s = 10.0
-        site.session._updates.settle()
+        site.settle()
         site.steps(3, 5)
         again, after = site.session.stats().took_part, site.weights()
         site.session.detach()
@@ -276,6 +268,33 @@ def test_a_site_that_saves_later_than_its_neighbours_is_met_again(name):
     assert [again for *_, again, _ in results] == near
     first = sum(flat(before) for before, *_ in results) / sites
     torch.testing.assert_close(sum(flat(r[-1]) for r in results) / sites, first, rtol=0, atol=1e-14)
+
+
+def test_a_round_under_way_is_forgotten_where_a_state_is_loaded():
+    """Site 1 comes late to a round and both load what was before: site 0 never makes that move."""
+    late = Late()
+
+    def body(rank, group):
+        site = Site(og.Gossip("ring"), rank, group, lr=0.0, timeout=1.0)
+        before, model_then = site.differ(), copy.deepcopy(site.model.state_dict())
+        saved = site.session.state_dict()
+        if rank == 1:
+            late.wait()
+        site.steps(0, 1)  # at site 0 in vain
+        late.go.set()
+        site.model.load_state_dict(model_then)
+        site.session._updates._at.comm.patience_s = 10.0
+        site.session.load_state_dict(saved)
+        loaded = site.weights()
+        after = site.steps(1, 2).weights()
+        site.session.detach()
+        return before, loaded, after
+
+    results = run_ranks(2, body)
+    for before, loaded, after in results:
+        assert torch.equal(flat(loaded), flat(before))
+        mean = sum(flat(before) for before, *_ in results) / 2
+        torch.testing.assert_close(flat(after), mean, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -298,10 +317,7 @@ def test_a_neighbour_that_ends_is_left_out_and_the_others_keep_their_mean():
 
     def body(rank, group):
         site = Site(og.Gossip("ring"), rank, group, lr=0.0)
-        differ(site.model, rank)
-        with torch.no_grad():
-            for p in site.model.parameters():
-                p.sub_(p.grad)
+        site.differ()
         site.steps(0, 2)
         before = site.weights()
         if rank == 3:
@@ -324,6 +340,19 @@ def test_a_neighbour_that_ends_is_left_out_and_the_others_keep_their_mean():
         ("site 0", "site 2"),
         ("site 1",),
     ]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_only_public_copies_need_the_weights_of_the_start(name):
+    def body(rank, group):
+        site = Site(og.Gossip("ring", METHODS[name]), rank, group)
+        start = site.session._updates._start
+        site.steps(0, 1).session.detach()
+        return sum(t.untyped_storage().nbytes() for t in start)
+
+    size = sum(8 * p.numel() for p in model().parameters())
+    for held in run_on_lasting_groups(2, body):
+        assert held == size if name.startswith("choco") else held < size / 10
 
 
 def test_who_was_heard_and_how_far_away_is_recorded():
@@ -463,10 +492,7 @@ def test_settings_that_cannot_be(make, error, told):
 def test_steps_without_an_optimizer_are_counted_by_hand():
     def body(rank, group):
         site = Site(og.Gossip("complete"), rank, group)
-        differ(site.model, rank)
-        with torch.no_grad():
-            for p in site.model.parameters():
-                p.sub_(p.grad)
+        site.differ()
         moved = site.session.stepped()
         after = site.weights()
         site.session.detach()
