@@ -1,7 +1,7 @@
 """Training without a centre: graphs of sites, and what neighbours tell each other."""
 
 from outergrad.gossip.choco import Choco
-from outergrad.gossip.ends import End, GossipMethod, Weights, Whole
+from outergrad.gossip.ends import End, GossipMethod, Memory, Weights, Whole
 from outergrad.gossip.graphs import (
     Complete,
     EdgeList,
@@ -25,6 +25,7 @@ __all__ = [
     "GossipMethod",
     "Graph",
     "LowRank",
+    "Memory",
     "PowerGossip",
     "RandomK",
     "RandomPairs",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outergrad.core.coding import Wire
 from outergrad.gossip.content import bytes_of, nbytes_of, tensors_of
-from outergrad.gossip.ends import End, GossipMethod, RememberingEnd, Weights, require_gamma
+from outergrad.gossip.ends import End, GossipMethod, Memory, Weights, require_gamma
 from outergrad.gossip.reductions import Reduction, reduction_of, seed_of
 from outergrad.linalg.finite import is_finite
 from outergrad.wire import Plain
@@ -63,7 +63,7 @@ class Choco(GossipMethod):
         return "compressed"
 
 
-class _ChocoEnd(RememberingEnd):
+class _ChocoEnd:
     """One end: copies of both sites' weights, alike at both ends.
 
     Args:
@@ -74,7 +74,7 @@ class _ChocoEnd(RememberingEnd):
 
     def __init__(self, method: Choco, start: Sequence[Tensor], edge: str) -> None:
         mine, theirs = ([t.clone() for t in start] for _ in range(2))
-        super().__init__(mine=mine, theirs=theirs)
+        self.memory = Memory(mine=mine, theirs=theirs)
         self._reduce: Reduction = method.reduce  # type: ignore[assignment]
         self._edge = edge
         self._plain: list[list[Plain]] = [
@@ -82,29 +82,29 @@ class _ChocoEnd(RememberingEnd):
         ]
 
     def say(self, weights: Weights) -> Tensor:
-        pairs = zip(weights.tensors, self.kept["mine"], strict=True)
+        pairs = zip(weights.tensors, self.memory.kept["mine"], strict=True)
         parts = [self._reduce.encode(x - y, self._seed(k)) for k, (x, y) in enumerate(pairs)]
         return bytes_of([t for part in parts for t in part])
 
     def hear(self, own: Tensor, other: Tensor) -> list[Tensor]:
-        mine, theirs = self.kept["mine"], self.kept["theirs"]
+        mine, theirs = self.memory.kept["mine"], self.memory.kept["theirs"]
         told = self._decoded(other)
         for copies, found in ((mine, self._decoded(own)), (theirs, told)):
             for copy, q in zip(copies, found, strict=True):
                 if is_finite(q):  # both ends leave out the same; a copy would stay NaN for ever
                     copy.add_(q)
-        self.round += 1
+        self.memory.round += 1
         return [x - y for x, y in zip(theirs, mine, strict=True)]
 
     def _decoded(self, content: Tensor) -> list[Tensor]:
         flat = [one for parts in self._plain for one in parts]
-        each = iter(tensors_of(content, flat, self.kept["mine"][0].device))
+        each = iter(tensors_of(content, flat, self.memory.kept["mine"][0].device))
         return [
             self._reduce.decode([next(each) for _ in parts], tuple(t.shape), self._seed(k)).to(
                 t.dtype
             )
-            for k, (t, parts) in enumerate(zip(self.kept["mine"], self._plain, strict=True))
+            for k, (t, parts) in enumerate(zip(self.memory.kept["mine"], self._plain, strict=True))
         ]
 
     def _seed(self, index: int) -> int:
-        return seed_of(self._edge, self.round, index)
+        return seed_of(self._edge, self.memory.round, index)

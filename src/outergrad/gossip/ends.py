@@ -33,13 +33,45 @@ class Weights:
         return bytes_of(self.tensors)
 
 
+class Memory:
+    """The tensors that an end keeps from round to round, the same at both ends of its edge.
+
+    Args:
+        kept: lists of tensors, by name.
+
+    Attributes:
+        kept: as the argument, as they are now.
+        round: number of rounds that have changed them.
+    """
+
+    def __init__(self, **kept: list[Tensor]) -> None:
+        self.kept, self.round = kept, 0
+
+    def state(self) -> StateDict:
+        """Returns copies of the tensors, and the number of rounds."""
+        copies = {name: [t.clone() for t in tensors] for name, tensors in self.kept.items()}
+        return {**copies, "round": self.round}
+
+    def load(self, state: StateDict) -> None:
+        """Goes on from a saved state."""
+        for name, tensors in self.kept.items():
+            for t, saved in zip(tensors, state[name], strict=True):
+                t.copy_(saved)
+        self.round = state["round"]
+
+
 class End(Protocol):
     """One end of an edge; it changes in `hear` alone, so that a round counts at both or neither.
 
     A round: both ends say something of their weights, and hear what the other said. What `hear`
     returns at one end is, to the bit, the negative of what it returns at the other. So a step by
     it, times a number that both know, keeps the sum of both sites' weights.
+
+    Attributes:
+        memory: what it keeps from round to round.
     """
+
+    memory: Memory
 
     def say(self, weights: Weights) -> Tensor:
         """Returns the content of this round's letter: a 1-D tensor of uint8 on the host."""
@@ -55,14 +87,6 @@ class End(Protocol):
         Raises:
             ValueError: the other's content is of a wrong length.
         """
-        ...
-
-    def state(self) -> StateDict:
-        """Returns what is to be saved, with copies of tensors."""
-        ...
-
-    def load(self, state: StateDict) -> None:
-        """Goes on from a saved state."""
         ...
 
 
@@ -120,7 +144,7 @@ class Whole(GossipMethod):
 
 class _WholeEnd:
     def __init__(self, start: Sequence[Tensor]) -> None:
-        self._plain, self._device = plain_of(start), start[0].device
+        self._plain, self._device, self.memory = plain_of(start), start[0].device, Memory()
 
     def say(self, weights: Weights) -> Tensor:
         return weights.content
@@ -129,39 +153,6 @@ class _WholeEnd:
         mine = tensors_of(own, self._plain, self._device)
         theirs = tensors_of(other, self._plain, self._device)
         return [x.sub_(y) for x, y in zip(theirs, mine, strict=True)]
-
-    def state(self) -> StateDict:
-        return {}
-
-    def load(self, state: StateDict) -> None:
-        pass
-
-
-class RememberingEnd:
-    """State of an end that keeps tensors, the same at both ends of its edge.
-
-    Args:
-        kept: lists of tensors, by name.
-
-    Attributes:
-        kept: as the argument, as they are now.
-        round: number of rounds that have changed them.
-    """
-
-    def __init__(self, **kept: list[Tensor]) -> None:
-        self.kept, self.round = kept, 0
-
-    def state(self) -> StateDict:
-        """Returns copies of the tensors, and the number of rounds."""
-        copies = {name: [t.clone() for t in tensors] for name, tensors in self.kept.items()}
-        return {**copies, "round": self.round}
-
-    def load(self, state: StateDict) -> None:
-        """Goes on from a saved state."""
-        for name, tensors in self.kept.items():
-            for t, saved in zip(tensors, state[name], strict=True):
-                t.copy_(saved)
-        self.round = state["round"]
 
 
 def require_gamma(method: GossipMethod, most: int) -> None:

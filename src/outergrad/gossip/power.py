@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from outergrad.gossip.content import bytes_of, nbytes_of, plain_of, tensors_of
-from outergrad.gossip.ends import End, GossipMethod, RememberingEnd, Weights, require_gamma
+from outergrad.gossip.ends import End, GossipMethod, Memory, Weights, require_gamma
 from outergrad.gossip.reductions import drawn, seed_of, wide
 from outergrad.linalg.orthonormal import orthonormal
 from outergrad.methods.common import require
@@ -63,7 +63,7 @@ class PowerGossip(GossipMethod):
         return "low rank" if _rank(t, self.rank) else "dense"
 
 
-class _PowerEnd(RememberingEnd):
+class _PowerEnd:
     """One end: vectors p and q per matrix, alike at both ends.
 
     Args:
@@ -76,10 +76,10 @@ class _PowerEnd(RememberingEnd):
     def __init__(
         self, method: PowerGossip, start: Sequence[Tensor], edge: str, *, is_first: bool
     ) -> None:
-        super().__init__()
         self._method, self._edge, self._is_first, self._start = method, edge, is_first, start
         self._matrices = [k for k, t in enumerate(start) if self._rank(t)]
-        self.kept = self._all_drawn()
+        self.memory = Memory()  # whose round the draw asks for
+        self.memory.kept = self._all_drawn()
 
     def say(self, weights: Weights) -> Tensor:
         bases, products = iter(self._bases()), list[Tensor]()
@@ -103,16 +103,16 @@ class _PowerEnd(RememberingEnd):
                 change = d @ basis.mT if self._is_odd else basis @ d.mT
                 d = change.view(self._start[k].shape).to(self._start[k].dtype)
             found.append(d.neg_() if self._is_first else d)
-        self.kept = {"p": new, "q": bases} if self._is_odd else {"p": bases, "q": new}
-        self.round += 1
+        self.memory.kept = {"p": new, "q": bases} if self._is_odd else {"p": bases, "q": new}
+        self.memory.round += 1
         if not self._method.warm:
-            self.kept = self._all_drawn()
+            self.memory.kept = self._all_drawn()
         return found
 
     @property
     def _is_odd(self) -> bool:
         """True in the first round, the third and so on."""
-        return self.round % 2 == 0
+        return self.memory.round % 2 == 0
 
     def _side(self, x_MN: Tensor) -> Tensor:
         """Returns X, or Xᵀ where it is the other side's turn."""
@@ -121,7 +121,7 @@ class _PowerEnd(RememberingEnd):
 
     def _bases(self) -> list[Tensor]:
         """Returns orthonormal columns of what the last round left."""
-        left = self.kept["q" if self._is_odd else "p"]
+        left = self.memory.kept["q" if self._is_odd else "p"]
         pairs = zip(self._matrices, left, strict=True)
         return [orthonormal(self._not_zero(y, k)[None])[0] for k, y in pairs]
 
@@ -140,7 +140,7 @@ class _PowerEnd(RememberingEnd):
 
     def _drawn(self, k: int, *, rows: bool) -> Tensor:
         x_MN = _as_matrix(self._start[k])
-        seed = seed_of(self._edge, self.round, k, rows)
+        seed = seed_of(self._edge, self.memory.round, k, rows)
         like = x_MN.new_empty(0, dtype=wide(x_MN.dtype))
         return drawn(x_MN.shape[0 if rows else 1], self._rank(x_MN), seed, like)
 

@@ -126,12 +126,12 @@ class Edge:
 
     def state(self) -> StateDict:
         """Returns what is to be saved, with copies of tensors."""
-        return {"done": self.done, "end": self.end.state()}
+        return {"done": self.done, "end": self.end.memory.state()}
 
     def load(self, state: StateDict) -> None:
         """Goes on from a saved state, and forgets a round under way."""
         self.done, self._said = state["done"], None
-        self.end.load(state["end"])
+        self.end.memory.load(state["end"])
 
 
 class SharedWithNeighbours(SharedGradients):

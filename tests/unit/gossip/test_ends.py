@@ -166,7 +166,7 @@ def test_states_go_on_to_the_bit(name):
     for _ in range(3):
         edge.round()
     for end, new in zip(edge.ends, other.ends, strict=True):
-        new.load(end.state())
+        new.memory.load(end.memory.state())
     other.sites = [[t.clone() for t in x] for x in edge.sites]
     for _ in range(3):
         edge.round()

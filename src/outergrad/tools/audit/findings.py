@@ -58,7 +58,7 @@ class Finding:
 
     @property
     def texts(self) -> list[Tensor]:
-        """Those of `pairs` that are whole texts, as ids, (tokens,) each."""
+        """Texts that came back whole, as ids, (tokens,) each."""
         ids = [(true, back) for true, back in self.pairs if not true.is_floating_point()]
         return [back for true, back in ids if torch.equal(true, back)]
 
