@@ -36,12 +36,19 @@ class Gossip:
         every: k, steps of the optimizer between two exchanges.
         rounds: Rounds of an exchange: the weights are averaged so often in a row. More bring the
             sites nearer to each other.
+        clip: C, the L2 norm of a difference of two neighbours' weights, all together, up to which
+            an exchange counts whole; a longer one is scaled to it, at both. So a neighbour that
+            lies moves a site by C times the weight of their edge per exchange, and the log names
+            it. None for no bound. Take some times the `session.stats().neighbour_distance` of a
+            good training: a C below it slows agreement. Source: He, Karimireddy and Jaggi,
+            "Byzantine-Robust Decentralized Learning via ClippedGossip", arXiv 2202.01545.
     """
 
     graph: str | Path | Graph
     method: GossipMethod | None = None
     every: int = field(default=1, kw_only=True)
     rounds: int = field(default=1, kw_only=True)
+    clip: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         """Checks the settings, and looks up the graph.
@@ -59,6 +66,8 @@ class Gossip:
         for name in ("every", "rounds"):
             value = getattr(self, name)
             require(type(value) is int and value >= 1, self, name, "a whole number, 1 or more")
+        bounded = self.clip is None or (isinstance(self.clip, (int, float)) and self.clip > 0)
+        require(bounded, self, "clip", "a number above 0, or None for no bound")
         if isinstance(self.method, type) or not callable(getattr(self.how, "end", None)):
             raise TypeError(
                 f"Gossip: method={self.method!r}; use None to send all weights, "

@@ -163,7 +163,7 @@ class SharedWithNeighbours(SharedGradients):
         places = {name: nn.Parameter(_hollow(p.detach())) for name, p in self._trained.items()}
         self.inspection = replace(inspection, model=replace(inspection.model, params=places))
         self._number, self._distance, self._begun = 0, 0.0, False
-        self._late = frozenset[str]()
+        self._late, self._clipped = frozenset[str](), set[Site]()
 
     def attach(
         self, core: Core, failure: FailureHandler, elastic: Elastic, loop: BackwardLoop
@@ -295,9 +295,22 @@ class SharedWithNeighbours(SharedGradients):
             near = f"{self._at.me.called} or {edge.site.called}"
             _LOG.warning("%s has weights that are not finite: they are not averaged", near)
             return square
+        share *= self._kept(edge.site, square**0.5)
         for p, d in zip(self._params, difference, strict=True):
             p.add_(d, alpha=share)
         return square
+
+    def _kept(self, site: Site, distance: float) -> float:
+        """Returns the share of a difference that counts, the same at both; names whom it bounds."""
+        clip = self._method.clip
+        if clip is None or distance <= clip:
+            self._clipped.discard(site)
+            return 1.0
+        if site not in self._clipped:
+            self._clipped.add(site)
+            told = "%s is %.3g away from %s, which counts as clip=%g"
+            _LOG.warning(told, site.called, distance, self._at.me.called, clip)
+        return clip / distance
 
     @property
     def _patience_s(self) -> float:
