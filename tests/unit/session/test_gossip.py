@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
@@ -151,7 +152,7 @@ def test_clipped_exchanges_keep_the_mean_and_bound_how_far_a_neighbour_moves_a_s
     torch.testing.assert_close(mean, first, rtol=1e-12, atol=0)
     for before, after in results:
         path = [flat(before), *map(flat, after)]
-        moves = [float((new - old).norm()) for old, new in zip(path, path[1:], strict=False)]
+        moves = [float((new - old).norm()) for old, new in pairwise(path)]
         assert max(moves) <= 2 * gamma * clip / 3 * (1 + 1e-9)
 
 
