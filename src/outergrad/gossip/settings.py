@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,12 +37,24 @@ class Gossip:
         every: k, steps of the optimizer between two exchanges.
         rounds: Rounds of an exchange: the weights are averaged so often in a row. More bring the
             sites nearer to each other.
+        lr: η, rate of what a site's own steps have changed since the last exchange: before it tells
+            of its weights they become `start + lr (now - start)`.
+        momentum: γ, 0 or more and less than 1: how much of the change from the last exchange's
+            weights to these is made once more. Choose it with `every`, in long trainings. With
+            `lr` the mean over sites goes as by SGD with Nesterov's momentum on the sites' mean
+            change, which `og.LocalSteps` has as `outer`. Source: GASLoC, arXiv 2606.11081.
+        overlap: Steps that are made while letters travel, up to `every`; what they tell moves this
+            site after them. 0: it waits. Choose it where a link is slow. Source: the mixing of
+            weights in Factored Gossip DiLoCo, arXiv 2606.22768.
     """
 
     graph: str | Path | Graph
     method: GossipMethod | None = None
     every: int = field(default=1, kw_only=True)
     rounds: int = field(default=1, kw_only=True)
+    lr: float = field(default=1.0, kw_only=True)
+    momentum: float = field(default=0.0, kw_only=True)
+    overlap: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         """Checks the settings, and looks up the graph.
@@ -59,10 +72,24 @@ class Gossip:
         for name in ("every", "rounds"):
             value = getattr(self, name)
             require(type(value) is int and value >= 1, self, name, "a whole number, 1 or more")
+        self._check_outer()
         if isinstance(self.method, type) or not callable(getattr(self.how, "end", None)):
             raise TypeError(
                 f"Gossip: method={self.method!r}; use None to send all weights, "
                 f"og.gossip.PowerGossip(...) or og.gossip.Choco(...)"
+            )
+
+    def _check_outer(self) -> None:
+        rate = type(self.lr) in (int, float) and 0 < self.lr < math.inf
+        require(rate, self, "lr", "a number above 0")
+        share = type(self.momentum) in (int, float) and 0 <= self.momentum < 1
+        require(share, self, "momentum", "a number, 0 or more and less than 1")
+        steps = type(self.overlap) is int and 0 <= self.overlap <= self.every
+        require(steps, self, "overlap", f"a whole number from 0 to every={self.every}")
+        if self.overlap and self.rounds > 1:
+            raise ValueError(
+                f"Gossip: overlap={self.overlap} does not go with rounds={self.rounds}, of which "
+                f"each begins with what the last one has told: leave one of them out"
             )
 
     @property
