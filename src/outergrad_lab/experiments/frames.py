@@ -27,6 +27,7 @@ HEADINGS = {
     "audit": "Audits",
     "forward": "Forward gradients",
     "correction": "Changed images",
+    "gossip": "Trainings without a centre",
 }
 """Headings of the kinds of results."""
 
@@ -34,6 +35,7 @@ MEASURED = (
     *("accuracy", "auc", "test_loss", "train_loss", "sent_bytes", "total_bytes", "fewer", "gap"),
     *("step_s", "compute_s", "error", "best_error", "ratio", "kept_rank", "ms"),
     *("picked", "norm_share"),
+    *("worst_accuracy", "best_accuracy"),
     *("loss_gap", "gap_share", "bytes_share", "steps_to", "fewer_near"),
     *("validation_loss", "hours", "line_bytes", "fewer_line", "quicker", "cut_s"),
     *("noise", "site_epsilon"),
@@ -182,7 +184,7 @@ def _final_rows(result: Result) -> Iterator[Settings]:
         case "sites":
             for method, found in result["steps"].items():
                 yield _named(result, method=method) | _only(found, *MEASURED)
-        case "iterations" | "selection" | "forward" | "correction":
+        case "iterations" | "selection" | "forward" | "correction" | "gossip":
             for row in result["rows"]:
                 yield _named(result) | _only(row, *_OF_ITERATIONS, *MEASURED)
         case "audit":
