@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outergrad_lab.experiments.audited import observed_rows
+from outergrad_lab.experiments.gossip import exchanges
 from outergrad_lab.labels import Method
 
 if TYPE_CHECKING:
@@ -184,9 +185,13 @@ def _final_rows(result: Result) -> Iterator[Settings]:
         case "sites":
             for method, found in result["steps"].items():
                 yield _named(result, method=method) | _only(found, *MEASURED)
-        case "iterations" | "selection" | "forward" | "correction" | "gossip":
+        case "iterations" | "selection" | "forward" | "correction":
             for row in result["rows"]:
                 yield _named(result) | _only(row, *_OF_ITERATIONS, *MEASURED)
+        case "gossip":
+            told = {"exchanges": exchanges(result["settings"])}
+            for row in result["rows"]:
+                yield _named(result) | told | _only(row, *MEASURED)
         case "audit":
             for row in observed_rows(result):
                 yield _named(result) | row

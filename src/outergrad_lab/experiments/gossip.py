@@ -19,7 +19,7 @@ from outergrad.gossip import Choco, GossipMethod, PowerGossip
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.simulate import Stop, simulate
 from outergrad_lab.data import Dataset, load
-from outergrad_lab.experiments.task import Context, at_least
+from outergrad_lab.experiments.task import Context, Settings, at_least
 from outergrad_lab.models.transformers import GPT
 from outergrad_lab.training.job import decayed
 from outergrad_lab.training.training import predict
@@ -209,6 +209,16 @@ class GossipWork:
         for _ in range(self.steps):
             batch = rows[torch.randint(len(rows), (self.batch_size,), generator=generator)]
             yield data.x_train[batch], data.y_train[batch]
+
+
+_NAMES = {"every": "every", "rounds": "rounds", "outer_lr": "lr"}
+_NAMES |= {"momentum": "momentum", "overlap": "overlap"}
+
+
+def exchanges(settings: Settings) -> str:
+    """Returns the way and those settings of exchanges that a task names: ``ring, every=4``."""
+    named = [f"{name}={settings[key]}" for key, name in _NAMES.items() if key in settings]
+    return ", ".join([settings["way"], *named])
 
 
 class _Course(NamedTuple):

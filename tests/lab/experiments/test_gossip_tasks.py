@@ -12,6 +12,7 @@ import outergrad as og
 from outergrad.launch.errors import RecipeError
 from outergrad_lab.data import Format, synthetic
 from outergrad_lab.experiments import gossip
+from outergrad_lab.experiments.frames import finals
 from outergrad_lab.experiments.gossip import WAYS, GossipWork
 from outergrad_lab.experiments.task import Context, read
 
@@ -52,6 +53,19 @@ def test_gossip_with_all_and_without_momentum_is_local_steps():
     (one, _), (other, _) = (done(way=way, every=2) for way in ("complete", "local steps"))
     assert one["test_loss"] == pytest.approx(other["test_loss"], abs=1e-5)
     assert one["sent_bytes"] > other["sent_bytes"]
+
+
+def test_what_differs_in_exchanges_is_one_column():
+    settings = {"way": "ring", "every": 3, "outer_lr": 0.5, "momentum": 0.25, "overlap": 2}
+    rows = [{"accuracy": 0.9, "worst_accuracy": 0.8, "sent_bytes": 4.0}]
+    results = [
+        {"kind": "gossip", "settings": {**SMALL, **settings}, "rows": rows},
+        {"kind": "gossip", "settings": {**SMALL, "way": "complete"}, "rows": rows},
+    ]
+    found = finals(results)
+    told = ["ring, every=3, lr=0.5, momentum=0.25, overlap=2", "complete"]
+    assert found["exchanges"].tolist() == told
+    assert found["worst_accuracy"].tolist() == [0.8, 0.8]
 
 
 @pytest.mark.parametrize("way", ["ring", "local steps"])
