@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +43,15 @@ class Gossip:
             it. None for no bound. Take some times the `session.stats().neighbour_distance` of a
             good training: a C below it slows agreement. Source: He, Karimireddy and Jaggi,
             "Byzantine-Robust Decentralized Learning via ClippedGossip", arXiv 2202.01545.
+        lr: η, rate of what a site's own steps have changed since the last exchange: before it tells
+            of its weights they become `start + lr (now - start)`.
+        momentum: γ, 0 or more and less than 1: how much of the change from the last exchange's
+            weights to these is made once more. Choose it with `every`, in long trainings. With
+            `lr` the mean over sites goes as by SGD with Nesterov's momentum on the sites' mean
+            change, which `og.LocalSteps` has as `outer`. Source: GASLoC, arXiv 2606.11081.
+        overlap: Steps that are made while letters travel, up to `every`; what they tell moves this
+            site after them. 0: it waits. Choose it where a link is slow. Source: the mixing of
+            weights in Factored Gossip DiLoCo, arXiv 2606.22768.
     """
 
     graph: str | Path | Graph
@@ -49,6 +59,9 @@ class Gossip:
     every: int = field(default=1, kw_only=True)
     rounds: int = field(default=1, kw_only=True)
     clip: float | None = field(default=None, kw_only=True)
+    lr: float = field(default=1.0, kw_only=True)
+    momentum: float = field(default=0.0, kw_only=True)
+    overlap: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         """Checks the settings, and looks up the graph.
@@ -68,10 +81,24 @@ class Gossip:
             require(type(value) is int and value >= 1, self, name, "a whole number, 1 or more")
         bounded = self.clip is None or (isinstance(self.clip, (int, float)) and self.clip > 0)
         require(bounded, self, "clip", "a number above 0, or None for no bound")
+        self._check_outer()
         if isinstance(self.method, type) or not callable(getattr(self.how, "end", None)):
             raise TypeError(
                 f"Gossip: method={self.method!r}; use None to send all weights, "
                 f"og.gossip.PowerGossip(...) or og.gossip.Choco(...)"
+            )
+
+    def _check_outer(self) -> None:
+        rate = type(self.lr) in (int, float) and 0 < self.lr < math.inf
+        require(rate, self, "lr", "a number above 0")
+        share = type(self.momentum) in (int, float) and 0 <= self.momentum < 1
+        require(share, self, "momentum", "a number, 0 or more and less than 1")
+        steps = type(self.overlap) is int and 0 <= self.overlap <= self.every
+        require(steps, self, "overlap", f"a whole number from 0 to every={self.every}")
+        if self.overlap and self.rounds > 1:
+            raise ValueError(
+                f"Gossip: overlap={self.overlap} does not go with rounds={self.rounds}, of which "
+                f"each begins with what the last one has told: leave one of them out"
             )
 
     @property

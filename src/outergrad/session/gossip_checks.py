@@ -31,9 +31,11 @@ def refuse_gossip(method: Any, comm: Comm, **settings: Any) -> None:
     """
     if not is_gossip(method):
         return
+    from outergrad.gossip.agreeing import refuse_parting
     from outergrad.gossip.graphs import refuse_disconnected
 
     refuse_disconnected(method.way, comm.world_size)
+    refuse_parting(method, comm.world_size)
     first = next(_problems(comm, settings), None)
     if first is not None:
         raise ValueError(f"og.Gossip {first}")

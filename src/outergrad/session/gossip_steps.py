@@ -21,12 +21,14 @@ from outergrad.core.types import StateDict
 from outergrad.gossip.ends import End, Weights, Whole
 from outergrad.gossip.graphs import neighbours
 from outergrad.gossip.mixing import metropolis
+from outergrad.gossip.outer import OuterMomentum
 from outergrad.gossip.settings import Gossip
 from outergrad.record.coverage import Coverage, Travel
 from outergrad.record.stats import Since
 from outergrad.session.core import Core
 from outergrad.session.elastic import Elastic
 from outergrad.session.failure import FailureHandler
+from outergrad.session.gossip_round import Round
 from outergrad.session.inspect import Inspection
 from outergrad.session.loop import BackwardLoop
 from outergrad.session.updates import SharedGradients
@@ -163,6 +165,8 @@ class SharedWithNeighbours(SharedGradients):
         places = {name: nn.Parameter(_hollow(p.detach())) for name, p in self._trained.items()}
         self.inspection = replace(inspection, model=replace(inspection.model, params=places))
         self._number, self._distance, self._begun = 0, 0.0, False
+        self._now: Round | None = None
+        """The exchange under way."""
         self._late, self._clipped = frozenset[str](), set[Site]()
 
     def attach(
@@ -181,6 +185,7 @@ class SharedWithNeighbours(SharedGradients):
         self._lines: Lines | None = None
         if near:
             self._lines = comm.exchange_with(near, core.at.number, most)
+        self._outer = OuterMomentum(self._params, self._method.lr, self._method.momentum)
         self.counter = StepCounter(self._trained, self._method.every)
         told_of = (lambda: None, self._refuse_uncounted)
         self._uncounted = UncountedUpdates(self._trained, self._method.every, *told_of)
@@ -196,13 +201,45 @@ class SharedWithNeighbours(SharedGradients):
 
     # -- rounds -----------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def _exchange(self) -> None:
-        """Averages with the neighbours, in as many rounds as the method says."""
+        """Averages with the neighbours, in as many rounds as the method says.
+
+        With `overlap` it only begins: letters travel while the site makes steps.
+        """
         self._refuse_converted()
-        since = Since(self._at.comm)
-        heard, away, waited_s = self._rounds(self._method.rounds)
-        self._number += 1
+        self._finish()
         self.counter.restart()
+        since, rounds = Since(self._at.comm), self._method.rounds
+        self._outer.begin()
+        if self._method.overlap:
+            self._now = self._send(self._number, since)
+            self._now.moves = [torch.zeros_like(p) for p in self._params]
+            self._outer.end()
+            return
+        heard, away, waited_s = self._rounds(rounds)
+        self._outer.end()
+        self._report(since, heard, away, waited_s)
+
+    @torch.no_grad()
+    def _finish(self) -> bool:
+        """Ends the exchange whose letters travel: what they tell moves this site.
+
+        Returns:
+            False if there is none.
+        """
+        if (now := self._now) is None:
+            return False
+        waited_s = self._receive(now)
+        assert now.moves is not None
+        for p, d in zip(self._params, now.moves, strict=True):
+            p.add_(d)
+        self._outer.moved(now.moves, 1.0)
+        self._report(now.since, now.heard, now.away, waited_s)
+        return True
+
+    def _report(self, since: Since, heard: set[Site], away: set[Site], waited_s: float) -> None:
+        self._number += 1
         took_part = tuple(site.called for site in sorted(heard - away))
         more = {"wait_s": waited_s, "exchanges": self._number, "took_part": took_part}
         stats = since.stats(self._number, neighbour_distance=self._distance, **more)
@@ -211,29 +248,29 @@ class SharedWithNeighbours(SharedGradients):
         self._reporter.gossip(stats, late)
 
     def _rounds(self, count: int, *, whole: bool = False) -> tuple[set[Site], set[Site], float]:
-        """Exchanges some times in a row; arguments and result are those of `_round`."""
-        heard, away, waited_s = set[Site](), set[Site](), 0.0
-        first = self._number * self._method.rounds
-        for step in range(first, first + count):
-            found = self._round(step, whole=whole)
-            heard |= found[0]
-            away |= found[1]
-            waited_s += found[2]
-        return heard, away, waited_s
-
-    @torch.no_grad()
-    def _round(self, step: int, *, whole: bool = False) -> tuple[set[Site], set[Site], float]:
-        """Exchanges once with the neighbours of a step.
+        """Exchanges some times in a row.
 
         Args:
-            step: of the graph.
+            count: how often.
             whole: whether all weights travel, whatever the method is.
 
         Returns:
             The neighbours that were heard, those that were not, and the seconds of waiting.
         """
+        heard, away, waited_s = set[Site](), set[Site](), 0.0
+        first = self._number * self._method.rounds
+        for step in range(first, first + count):
+            self._now = now = self._send(step, Since(self._at.comm), whole=whole)
+            waited_s += self._receive(now)
+            heard |= now.heard
+            away |= now.away
+        return heard, away, waited_s
+
+    @torch.no_grad()
+    def _send(self, step: int, since: Since, *, whole: bool = False) -> Round:
+        """Begins a round with the neighbours of a step of the graph."""
         if self._lines is None:
-            return set(), set(), 0.0
+            return Round((), (), since)
         for edge in self._edges.values():
             self._hear(edge, 0.0)  # what was said too late for an earlier round
         weights, shares = Weights(self._params), self._shares(step)
@@ -244,16 +281,18 @@ class SharedWithNeighbours(SharedGradients):
             end = how.end(self._start, 0, 0, is_first=True) if whole else None
             share = shares[edge.site] * how.gamma
             self._lines.send(edge.site, edge.say(weights, share, end))
-        began, squares, heard = time.monotonic(), list[float](), set[Site]()
-        for edge in begun:
-            if (square := self._hear(edge, began + self._patience_s)) is not None:
-                heard.add(edge.site)
-                squares.append(square)
-        squares = [square for square in squares if math.isfinite(square)]
-        if squares:
-            self._distance = (sum(squares) / len(squares)) ** 0.5
-        away = {edge.site for edge in drawn} - heard
-        return heard, away, time.monotonic() - began
+        return Round([edge.site for edge in drawn], [edge.site for edge in begun], since)
+
+    @torch.no_grad()
+    def _receive(self, now: Round) -> float:
+        """Ends a round; returns the seconds of waiting."""
+        began = time.monotonic()
+        for site in now.asked:
+            self._hear(self._edges[site], began + self._patience_s)
+        if now.distance is not None:
+            self._distance = now.distance
+        self._now = None
+        return time.monotonic() - began
 
     def _shares(self, step: int) -> dict[int, float]:
         """Returns the neighbours of a step, with the weights of their edges."""
@@ -261,14 +300,9 @@ class SharedWithNeighbours(SharedGradients):
         weights = metropolis(self._method.way.edges(sites, step)).items()
         return {i + j - rank: weight for (i, j), weight in weights if rank in (i, j)}
 
-    def _hear(self, edge: Edge, until: float) -> float | None:
-        """Reads what a neighbour says until its round is over or, in settling, both have settled.
-
-        Returns:
-            The square of the distance that letters have told of; None if no round has ended.
-        """
+    def _hear(self, edge: Edge, until: float) -> None:
+        """Reads what a neighbour says until its round is over or, in settling, both settled."""
         assert self._lines is not None
-        square = None
         while edge.is_waiting or edge.unanswered:
             if edge.ended is not None:
                 if not edge.unanswered:
@@ -281,24 +315,27 @@ class SharedWithNeighbours(SharedGradients):
             if letter.ends:
                 edge.hear_last_words(letter)
             elif edge.is_waiting and letter.number == edge.done + 1:
-                square = self._move(edge, letter)
-        return square
+                self._move(edge, letter)
 
-    def _move(self, edge: Edge, letter: Letter) -> float:
+    def _move(self, edge: Edge, letter: Letter) -> None:
         """Moves this site's weights; one of both whose weights are not finite moves nobody."""
         try:
             share, difference = edge.hear(letter)
         except ValueError as error:
             raise RuntimeError(f"Gossip: of {edge.site.called}: {error}") from error
-        square = sum(map(_square, difference))
+        square, now = sum(map(_square, difference)), self._now
+        if now is not None:
+            now.came[edge.site] = square
         if not math.isfinite(square):
             near = f"{self._at.me.called} or {edge.site.called}"
             _LOG.warning("%s has weights that are not finite: they are not averaged", near)
-            return square
+            return
         share *= self._kept(edge.site, square**0.5)
-        for p, d in zip(self._params, difference, strict=True):
-            p.add_(d, alpha=share)
-        return square
+        kept = None if now is None else now.moves
+        for t, d in zip(self._params if kept is None else kept, difference, strict=True):
+            t.add_(d, alpha=share)
+        if kept is None:
+            self._outer.moved(difference, share)
 
     def _kept(self, site: Site, distance: float) -> float:
         """Returns the share of a difference that counts, the same at both; names whom it bounds."""
@@ -351,12 +388,15 @@ class SharedWithNeighbours(SharedGradients):
         """
         if rounds is not None and (type(rounds) is not int or rounds < 1):
             raise ValueError(f"session.average(rounds={rounds!r}): use a whole number, 1 or more")
+        self._finish()
         if self._begun and self.counter.any_made:
             self._exchange()
+            self._finish()
         self._uncounted.restart()
         unknown = self.settle()
         if rounds is not None:
-            self._tell(self._rounds(rounds, whole=True)[1])
+            with self._outer.carrying():
+                self._tell(self._rounds(rounds, whole=True)[1])
             return
         if unknown:
             raise RuntimeError(
@@ -373,8 +413,9 @@ class SharedWithNeighbours(SharedGradients):
             works = [comm.all_reduce(t.view(-1)) for t in sums]
             for work in works:
                 work.wait()
-        for p, total in zip(self._params, sums, strict=True):
-            p.copy_(total.div_(comm.world_size))
+        with self._outer.carrying():
+            for p, total in zip(self._params, sums, strict=True):
+                p.copy_(total.div_(comm.world_size))
 
     @property
     def _params(self) -> list[nn.Parameter]:
@@ -417,6 +458,8 @@ class SharedWithNeighbours(SharedGradients):
         unsettled = [int(site) for site in self._unsettled]
         edges = {site: edge.state() for site, edge in self._edges.items()}
         about = {"number": self._number, "made": dict(self.counter.made), "unsettled": unsettled}
+        about["outer"] = self._outer.state()
+        about["now"] = None if self._now is None else self._now.state()
         return {"gossip": {**about, "edges": edges}}
 
     def load(self, state: StateDict) -> None:
@@ -427,10 +470,21 @@ class SharedWithNeighbours(SharedGradients):
         self._uncounted.restart()
         for site, edge in self._edges.items():
             edge.load(found["edges"][site])
+        self._outer.load(found["outer"])
+        self._now = None if found["now"] is None else self._resumed(found["now"])
         self.settle(cold=found["unsettled"])
+
+    def _resumed(self, state: StateDict) -> Round:
+        """Returns a round that a state was saved in."""
+        drawn, asked = ([self._edges[s].site for s in state[key]] for key in ("drawn", "asked"))
+        pairs = zip(self._params, state["moves"], strict=True)
+        moves = [t.to(p, copy=True) for p, t in pairs]
+        came = {self._edges[site].site: square for site, square in state["came"].items()}
+        return Round(drawn, asked, Since(self._at.comm), moves, came)
 
     def detach(self) -> None:
         """Lets go of the model and of the user's optimizers, and says goodbye to the neighbours."""
+        self._finish()
         self.release()
 
     def release(self) -> None:
@@ -445,7 +499,14 @@ class SharedWithNeighbours(SharedGradients):
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Notes that training has begun."""
-        self._begun = self._begun or self.counter.holder(optimizer) is not None
+        if self.counter.holder(optimizer) is not None:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Notes the weights that all steps begin at."""
+        if not self._begun:
+            self._outer.start_here()
+        self._begun = True
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Counts a step of this site, after which it may exchange."""
@@ -460,8 +521,9 @@ class SharedWithNeighbours(SharedGradients):
     def _count(self, holder: str) -> bool:
         self._uncounted.restart()
         self.counter.count(holder)
+        ended = self.counter.reached(self._method.overlap) and self._finish()
         if not self.counter.due:
-            return False
+            return ended
         self._exchange()
         if SAID not in self.counter.made:
             self._uncounted.exchanged(self.counter.unheld)

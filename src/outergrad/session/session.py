@@ -519,8 +519,9 @@ class Session:
 
         With `og.LocalSteps` it has the weights of the last exchange and the outer optimizer, too,
         and may be saved between two exchanges, beside each site's own model and optimizer. An
-        exchange under way is waited for, and applied when it would have been. With `quorum=` it
-        waits until all sites save, and late ones have taken over what the others exchanged.
+        exchange under way is waited for, and applied when it would have been, as with
+        `og.Gossip(overlap=...)`. With `quorum=` it waits until all sites save, and late ones have
+        taken over what the others exchanged.
 
         Raises:
             RuntimeError: this site lost the others in the middle of a step.
@@ -600,7 +601,8 @@ class Session:
         Call it on every site. A step whose backward raised is first ended with the other sites.
         Warns if another site is lost before the sites have compared their last steps. With
         `og.LocalSteps` each site keeps the weights that it has: call `flush()` before to make them
-        equal. An exchange under way is waited for, and not applied.
+        equal. An exchange under way is waited for, and not applied; with `og.Gossip(overlap=...)`
+        it is, as at the neighbours.
 
         Raises:
             DriftError: sites have applied different things in the last step.

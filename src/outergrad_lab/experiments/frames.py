@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outergrad_lab.experiments.audited import observed_rows
+from outergrad_lab.experiments.gossip import exchanges
 from outergrad_lab.labels import Method
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ HEADINGS = {
     "audit": "Audits",
     "forward": "Forward gradients",
     "correction": "Changed images",
+    "gossip": "Trainings without a centre",
 }
 """Headings of the kinds of results."""
 
@@ -34,6 +36,7 @@ MEASURED = (
     *("accuracy", "auc", "test_loss", "train_loss", "sent_bytes", "total_bytes", "fewer", "gap"),
     *("step_s", "compute_s", "error", "best_error", "ratio", "kept_rank", "ms"),
     *("picked", "norm_share"),
+    *("worst_accuracy", "best_accuracy"),
     *("loss_gap", "gap_share", "bytes_share", "steps_to", "fewer_near"),
     *("validation_loss", "hours", "line_bytes", "fewer_line", "quicker", "cut_s"),
     *("noise", "site_epsilon"),
@@ -185,6 +188,10 @@ def _final_rows(result: Result) -> Iterator[Settings]:
         case "iterations" | "selection" | "forward" | "correction":
             for row in result["rows"]:
                 yield _named(result) | _only(row, *_OF_ITERATIONS, *MEASURED)
+        case "gossip":
+            told = {"exchanges": exchanges(result["settings"])}
+            for row in result["rows"]:
+                yield _named(result) | told | _only(row, *MEASURED)
         case "audit":
             for row in observed_rows(result):
                 yield _named(result) | row

@@ -71,6 +71,8 @@ def _digits(value: float) -> str:
 
 QUANTITIES = {
     "accuracy": Quantity("test accuracy", "%", 1),
+    "worst_accuracy": Quantity("accuracy of the worst site", "%", 1),
+    "best_accuracy": Quantity("accuracy of the best site", "%", 1),
     "auc": Quantity("test AUC", decimals=3),
     "loss": Quantity("training loss", decimals=3),
     "test_loss": Quantity("test loss", decimals=3),
