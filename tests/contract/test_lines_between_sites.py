@@ -170,21 +170,22 @@ def test_a_letter_that_nobody_sends_in_earnest_closes_its_line(run, sent, told):
     assert why.startswith(told)
 
 
-def test_damaged_letters_close_their_line(run, monkeypatch):
+def test_damaged_letters_close_their_line_at_both_ends(run, monkeypatch):
     calls = [1, 0]
     monkeypatch.setattr("outergrad.messages.letters.checksum", lambda t: int(t[0]) + calls.pop())
 
     def body(comm):
         lines = comm.exchange_with([1 - comm.rank], 7, 100)
+        other = 1 - comm.rank
         if comm.rank == 0:
             lines.send(1, letter(0, 3))
-            return lines.next(1, within(LONG_S)), ""
-        found = lines.next(0, within(LONG_S))
-        why = lines.why_closed(0)
+        found = lines.next(other, within(LONG_S))
+        why = lines.why_closed(other)
         lines.close()
         return found, why
 
-    assert run(2, body)[1] == (None, "its message was damaged on its way")
+    left_out = "it has left this site out, and its log says why"
+    assert run(2, body) == [(None, left_out), (None, "its message was damaged on its way")]
 
 
 def test_letters_that_nobody_reads_stay_with_their_sender(run):

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outergrad.comm.work import AN_INSTANT, CLOSING_TAG, failed, transport
-from outergrad.core.errors import ExchangeError
+from outergrad.core.errors import ExchangeError, Failure
 from outergrad.core.sites import Site
 from outergrad.core.transport import Letter, Lines
 from outergrad.messages.letters import (
     ENDED,
     HEAD_BYTES,
+    LEFT_OUT,
     MOST_UNREAD,
     NUMBERS,
     Head,
@@ -126,6 +127,9 @@ class _Line:
             self._listen()
         except (ExchangeError, RuntimeError) as error:
             why = str(error)
+            if isinstance(error, ExchangeError) and error.kind == Failure.LOCAL:
+                with suppress(ExchangeError):
+                    self.send(LetterKind.REFUSAL, nothing())
         with self.came:
             self.why_closed = why
             self.came.notify_all()
@@ -149,6 +153,8 @@ class _Line:
         head = Head.read(numbers, self._number, self._most_bytes)
         if head.kind == LetterKind.ARRIVED:  # which gloo's letters say beside all else
             raise refused("is of another session")
+        if head.kind == LetterKind.REFUSAL:
+            raise ExchangeError(LEFT_OUT, kind=Failure.CLOSED)
         content = self._tensor(head.size, torch.uint8) if head.size else nothing().content
         letter = head.letter(content)
         self._heard += 1

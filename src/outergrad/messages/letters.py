@@ -21,6 +21,8 @@ MOST_UNREAD = 4
 """Letters that wait to be read at one end; the other one keeps what it sends beyond."""
 ENDED = "its session has ended"
 """Why a line is closed whose other end has said goodbye."""
+LEFT_OUT = "it has left this site out, and its log says why"
+"""Why a line is closed whose other end does not take this end's letters any more."""
 _MOST_HELD = 4
 """Largest letters that one end keeps while the other goes on to send its own."""
 _END_OF_NUMBERS = 1 << 62
@@ -37,6 +39,8 @@ class LetterKind(IntEnum):
     """Nothing: the sender will send nothing more."""
     ARRIVED = 3
     """Nothing: the sender tells how many letters it has, where it has none of its own to send."""
+    REFUSAL = 4
+    """Nothing: a message of the other end was wrong, and the sender will read no more of them."""
 
 
 class Head(NamedTuple):

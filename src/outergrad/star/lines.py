@@ -17,6 +17,7 @@ from outergrad.core.transport import Comm, Letter, Lines
 from outergrad.messages.letters import (
     ENDED,
     HEAD_BYTES,
+    LEFT_OUT,
     MOST_UNREAD,
     NUMBERS,
     Head,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from outergrad.star.sealing import Seal
 
 _NUMBERS = struct.Struct(f"<{NUMBERS}q")
+_CLOSES = {LetterKind.GOODBYE: ENDED, LetterKind.REFUSAL: LEFT_OUT}
 _TELLS = MOST_UNREAD // 2
 """Letters that are read here until the other end is told so by itself, and not beside a letter."""
 
@@ -168,7 +170,7 @@ class _End:
         except ExchangeError as error:
             with self._line.changed:
                 self.letters.clear()
-                self._break_off(str(error))
+                self._refuse(error)
             return None
 
     def _read_one(self, number: int, message: np.ndarray) -> Letter:
@@ -207,7 +209,7 @@ class _End:
                 message, self._room, self._here = self._room, np.empty(0, np.uint8), 0
                 self._hear(message)
         except ExchangeError as error:
-            self._break_off(str(error))
+            self._refuse(error)
 
     def _add(self, frame: Frame) -> None:
         """Adds a part to the message that is coming, or begins the next one."""
@@ -238,8 +240,8 @@ class _End:
             head, _ = self._opened(self._came, message)
             self._meet()
             self._note_arrived(head)
-            if head.kind == LetterKind.GOODBYE:
-                self._break_off(ENDED)
+            if head.kind in _CLOSES:
+                self._break_off(_CLOSES[head.kind])
             if head.kind not in (LetterKind.LETTER, LetterKind.LAST):
                 return
             self._refuse_flood()
@@ -252,6 +254,11 @@ class _End:
             self._has_met = True
             said = LetterKind.GOODBYE if self._has_said_goodbye else LetterKind.ARRIVED
             self._say(said)
+
+    def _refuse(self, error: ExchangeError) -> None:
+        """Leaves the other end out, and tells it, so that it does not wait for this one."""
+        self._break_off(str(error))
+        self._say(LetterKind.REFUSAL)
 
     def _break_off(self, why: str) -> None:
         """Takes nothing more from the other end, and sends nothing more but a goodbye."""

@@ -11,6 +11,7 @@ import pytest
 
 from hub_sites import refused, sites_of_a_hub
 from lines import LONG_S, SOON_S, letter, on_blind_star, within
+from outergrad.messages.letters import LEFT_OUT
 from outergrad.star.frames import LANES, Frame, Kind, Place
 from outergrad.star.groups import asked_for
 from outergrad.star.run import Run
@@ -182,12 +183,12 @@ def test_a_part_that_is_not_the_next_one_closes_its_line():
             return lines.next(0, within(LONG_S)), lines.why_closed(0)
         found.append(lines.next(1, within(LONG_S)))
         why = lines.why_closed(1)
-        lines.send(1, letter(3))  # dropped: a site that lies hears the goodbye alone
+        lines.send(1, letter(3))  # dropped
         lines.close()
         return found, why
 
     told = "its message is not the next one"
-    assert comms_on_star(2, body) == [([0, None], told), (None, "its session has ended")]
+    assert comms_on_star(2, body) == [([0, None], told), (None, LEFT_OUT)]
 
 
 def test_a_site_that_is_gone_is_so_in_the_words_of_the_hub():
