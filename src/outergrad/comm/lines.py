@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import struct
 import threading
 import time
 from collections import deque
@@ -20,7 +19,18 @@ from outergrad.comm.work import AN_INSTANT, CLOSING_TAG, failed, transport
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.core.sites import Site
 from outergrad.core.transport import Letter, Lines
-from outergrad.messages.checksum import checksum
+from outergrad.messages.letters import (
+    ENDED,
+    HEAD_BYTES,
+    LEFT_OUT,
+    MOST_UNREAD,
+    NUMBERS,
+    Head,
+    LetterKind,
+    nothing,
+    refuse_held,
+    refused,
+)
 
 if TYPE_CHECKING:
     from outergrad.comm.torch import TorchComm
@@ -29,14 +39,6 @@ _FIRST_TAG, _TAGS = 1 << 29, 1 << 20
 """Tags of lines, below those of turns: one for all letters of a session."""
 _FOR_EVER = timedelta(days=3650)
 """gloo closes the connections to *all* sites when a receive times out, so none ever does."""
-_HEADER = 7
-_LETTER, _LAST, _GOODBYE = range(3)
-_MOST_UNREAD = 4
-"""Letters that wait to be read; the sender keeps what it sends beyond."""
-_MOST_HELD = 4
-"""Largest letters on their way, before the other end has to say that the first has arrived."""
-_END_OF_NUMBERS = 1 << 62
-"""Numbers of letters are below this, so that whoever counts on from one stays within int64."""
 _AT_EXIT_S = 1.0
 """Seconds that a program which ends waits for goodbyes of others."""
 _RUNNING: set[_Line] = set()
@@ -74,14 +76,12 @@ class _Line:
         _RUNNING.add(self)
         self._thread.start()
 
-    def send(self, kind: int, letter: Letter) -> None:
+    def send(self, kind: LetterKind, letter: Letter) -> None:
         """Starts to send a letter."""
-        bits = struct.unpack("<q", struct.pack("<d", letter.share))[0]
-        size, content = letter.content.numel(), letter.content
-        check = int(checksum(content)) if size else 0
-        about = [self._number, kind, letter.number, bits, size, check, self._heard]
+        head, content = Head.about(self._number, kind, letter, self._heard), letter.content
+        about = torch.tensor(head.numbers)
         self._sent += 1
-        for t in (torch.tensor(about), content) if size else (torch.tensor(about),):
+        for t in (about, content) if head.size else (about,):
             with transport((self.site,)):
                 work = self._group.send([t], self.site, self._tag)
             with self.came:
@@ -105,7 +105,7 @@ class _Line:
         if self._is_over:
             return
         with suppress(ExchangeError):
-            self.send(_GOODBYE, Letter(0, 0.0, torch.empty(0, dtype=torch.uint8)))
+            self.send(LetterKind.GOODBYE, nothing())
         with self.came:
             self._is_over = True
             self.came.notify_all()
@@ -122,11 +122,14 @@ class _Line:
 
     def _run(self) -> None:
         """Listens until the other site's goodbye, then waits until it has this site's."""
-        why = "its session has ended"
+        why = ENDED
         try:
             self._listen()
         except (ExchangeError, RuntimeError) as error:
             why = str(error)
+            if isinstance(error, ExchangeError) and error.kind == Failure.LOCAL:
+                with suppress(ExchangeError):
+                    self.send(LetterKind.REFUSAL, nothing())
         with self.came:
             self.why_closed = why
             self.came.notify_all()
@@ -139,30 +142,24 @@ class _Line:
     def _listen(self) -> None:
         while (letter := self._received()) is not None:
             with self.came:
-                self.came.wait_for(lambda: self._is_over or len(self.letters) < _MOST_UNREAD)
+                self.came.wait_for(lambda: self._is_over or len(self.letters) < MOST_UNREAD)
                 if not self._is_over:  # else nobody reads any more
                     self.letters.append(letter)
                     self.came.notify_all()
 
     def _received(self) -> Letter | None:
         """Returns the next letter; None for a goodbye."""
-        about = self._tensor(_HEADER, torch.int64).tolist()
-        number, kind, count, bits, size, check, arrived = about
-        if number != self._number or kind not in (_LETTER, _LAST, _GOODBYE):
-            raise ExchangeError("its message is of another session", kind=Failure.LOCAL)
-        if not 0 <= size <= self._most_bytes:
-            raise ExchangeError(f"its message is of {size} bytes", kind=Failure.LOCAL)
-        share = struct.unpack("<d", struct.pack("<q", bits))[0]
-        if not (0 <= count < _END_OF_NUMBERS and share >= 0):
-            raise ExchangeError(
-                f"its message has the number {count} and the share {share}", kind=Failure.LOCAL
-            )
-        content = self._tensor(size, torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
-        if size and int(checksum(content)) != check:
-            raise ExchangeError("its message was damaged on its way", kind=Failure.LOCAL)
+        numbers = self._tensor(NUMBERS, torch.int64).tolist()
+        head = Head.read(numbers, self._number, self._most_bytes)
+        if head.kind == LetterKind.ARRIVED:  # which gloo's letters say beside all else
+            raise refused("is of another session")
+        if head.kind == LetterKind.REFUSAL:
+            raise ExchangeError(LEFT_OUT, kind=Failure.CLOSED)
+        content = self._tensor(head.size, torch.uint8) if head.size else nothing().content
+        letter = head.letter(content)
         self._heard += 1
-        self._let_go(arrived)
-        return None if kind == _GOODBYE else Letter(count, share, content, kind == _LAST)
+        self._let_go(head.arrived)
+        return None if head.kind == LetterKind.GOODBYE else letter
 
     def _let_go(self, arrived: int) -> None:
         """Frees what has arrived."""
@@ -170,11 +167,7 @@ class _Line:
             while self._held and self._held[0][0] <= arrived:
                 self._held.popleft()
             held_bytes = sum(t.nbytes for _, _, t in self._held if t.dtype == torch.uint8)
-        if held_bytes > _MOST_HELD * self._most_bytes:
-            raise ExchangeError(
-                f"it answers and says that {held_bytes} bytes of letters have not arrived",
-                kind=Failure.LOCAL,
-            )
+        refuse_held(held_bytes, self._most_bytes)
 
     def _tensor(self, size: int, dtype: torch.dtype) -> Tensor:
         t = torch.empty(size, dtype=dtype)
@@ -222,14 +215,14 @@ class GlooLines(Lines):
         if line.why_closed:
             return
         with suppress(ExchangeError):  # its thread finds out why
-            line.send(_LAST if letter.ends else _LETTER, letter)
-            self._comm.count(sent=8 * _HEADER + letter.content.nbytes)
+            line.send(LetterKind.LAST if letter.ends else LetterKind.LETTER, letter)
+            self._comm.count(sent=HEAD_BYTES + letter.content.nbytes)
 
     def next(self, site: int, until: float) -> Letter | None:
         """Returns the next letter of a site; None if none has come until then, or none can."""
         letter = self._lines[site].next(until)
         if letter is not None:
-            self._comm.count(received=8 * _HEADER + letter.content.nbytes)
+            self._comm.count(received=HEAD_BYTES + letter.content.nbytes)
         return letter
 
     def why_closed(self, site: int) -> str:

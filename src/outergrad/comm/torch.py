@@ -89,7 +89,10 @@ class TorchComm(Comm):
         self._model_bytes = 0
         """Bytes that were broadcast before the link was measured: what sites share of the model."""
         self._store: Store | None = None
-        self._is_gloo = self.has_lines = is_gloo(group)
+        self._is_gloo = is_gloo(group)
+        self._own_lines = getattr(group, "exchange_with", None)
+        """Opens lines of a group that has a way of its own to one site alone, as around a hub."""
+        self.has_lines = self._is_gloo or self._own_lines is not None
         self._posted: dict[int, deque[_Receiving]] = {}
         """Receives that no exchange has taken yet, by tag."""
         self._host = torch.device("cpu") if has_backend(group, "cpu") else device
@@ -403,11 +406,13 @@ class TorchComm(Comm):
                 work.wait(AN_INSTANT)
 
     def exchange_with(self, sites: Sequence[int], number: int, most_bytes: int) -> Lines:
-        """Opens lines to some other sites, over gloo's connections of pairs.
+        """Opens lines to some other sites: over gloo's connections of pairs, or around a hub.
 
         Raises:
-            RuntimeError: the group has no gloo backend.
+            RuntimeError: the group has no gloo backend, nor lines of its own.
         """
+        if self._own_lines is not None:
+            return self._own_lines(self, sites, number, most_bytes)
         if not self.has_lines:
             raise RuntimeError(
                 "lines between pairs of sites need gloo: init_process_group('cpu:gloo,cuda:nccl')"

@@ -47,8 +47,10 @@ def _problems(comm: Comm, settings: dict[str, Any]) -> Iterator[str]:
     if comm.world_size > 1 and not comm.has_lines:
         yield (
             f"needs lines between pairs of sites, which the transport {type(comm).__name__} does "
-            f"not have: use a process group with gloo, as init_process_group('gloo')"
+            f"not have: use a process group with gloo, as init_process_group('gloo'), or og.Star"
         )
+    if comm.min_sites is not None:
+        yield "goes on without a lost site by itself: leave when_lost='go on' of og.Star out"
     if settings["transform"] is not None:
         yield "sends weights, and transform= changes gradients before they travel: leave it out"
     if settings["tap"] is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from outergrad.comm.cost import StarCost
 from outergrad.comm.work import Ready
 from outergrad.core.errors import ExchangeError, Failure
-from outergrad.core.transport import Comm, Enough
+from outergrad.core.transport import Comm, Enough, Lines
 from outergrad.messages.raw import content
 from outergrad.star.arrivals import Arrival
 from outergrad.star.board import AT_END, AT_EXIT, StarBoard
@@ -40,6 +40,8 @@ class StarComm(Comm):
         min_sites: least number of sites that go on without others; None if they do not.
         way: how messages travel, in words.
     """
+
+    has_lines = True
 
     def __init__(
         self,
@@ -114,6 +116,17 @@ class StarComm(Comm):
         if self.rank == 0:
             self._send(place, t)
         self._work(place, arrival, lambda rooms: rooms and _copy_into(t, rooms[0])).wait()
+
+    def exchange_with(self, sites: Sequence[int], number: int, most_bytes: int) -> Lines:
+        """Opens lines to some other sites, each in a lane of the two at the hub.
+
+        Raises:
+            ExchangeError: the hub does not answer, or has no lane left.
+        """
+        from outergrad.star.lines import StarLines  # few sessions need it
+
+        ranks = {site: site for site in sites}
+        return StarLines(self, self._line, ranks, number, most_bytes, self._seal)
 
     def took_part(self, session: int, first: int, last: int) -> None:
         """Tells the hub of this site's steps, which it logs when all sites have told it."""

@@ -73,11 +73,13 @@ class Kind(IntEnum):
     """Question for the sites whose part of a sum, of a lane and number, is missing at the hub."""
     DROP = 21
     """Name of a slot of the board whose content, of the sender, may be freed."""
+    LETTER = 22
+    """Part of a letter to one other site, which need not have asked for it (`lines.StarLines`)."""
 
 
 UNNUMBERED = frozenset({Kind.HELLO, Kind.WELCOME, Kind.ACK})
 """Kinds that are not sent again after a stream breaks, and so have no sequence number."""
-DATA = frozenset({Kind.GATHER, Kind.EACH, Kind.SUM})
+DATA = frozenset({Kind.GATHER, Kind.EACH, Kind.SUM, Kind.LETTER})
 
 
 class MalformedError(ValueError):

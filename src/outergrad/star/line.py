@@ -68,6 +68,7 @@ class Line:
             lambda: Arrival(self.named)
         )
         self._early = Early()
+        self._letters: dict[int, Callable[[Frame], None]] = {}
         self._questions = Questions()
         self._owed, self._hurried = 0, False
         self._moved_at = 0.0
@@ -267,7 +268,10 @@ class Line:
         self._down_since, self._obstacle = None, ""
 
     def _hear(self, frame: Frame) -> None:
-        if frame.kind in DATA:
+        if frame.kind == Kind.LETTER:
+            if take := self._letters.get(frame.lane):
+                take(frame)
+        elif frame.kind in DATA:
             arrival = self._arrivals.get((frame.lane, frame.number))
             if (arrival and arrival.is_expected) or self._early.takes(frame):
                 self._arrivals[frame.lane, frame.number].take(frame)
@@ -336,6 +340,32 @@ class Line:
             told = ExchangeError(why, kind=Failure.TRANSPORT)
             self.failure = self.failure or told
             self.changed.notify_all()
+
+    # -- for letters -------------------------------------------------------------------------------
+
+    def take_letters(self, lane: int, take: Callable[[Frame], None] | None) -> None:
+        """Gives the parts of letters that come in a lane to a function, which holds the lock.
+
+        Where there is none, they are dropped: nobody has asked for them.
+
+        Args:
+            lane: of two sites.
+            take: the function; None to drop what comes from now on.
+        """
+        with self.changed:
+            if take is None:
+                self._letters.pop(lane, None)
+            else:
+                self._letters[lane] = take
+
+    def why_closed(self, sender: int) -> str:
+        """Returns why nothing can come of a site any more; "" while something may."""
+        with self.changed:
+            if sender in self.gone:
+                return f"it is gone: {self.gone[sender]}"
+            if self.failure is not None:
+                return str(self.failure)
+            return "this site has left" if self.has_left else ""
 
     # -- for collectives ---------------------------------------------------------------------------
 

@@ -545,6 +545,7 @@ def _digest(text: str) -> bytes:
 _ACTIONS: dict[Kind, Callable[[Run, Member, Frame], None]] = {
     Kind.GATHER: Run._gather,
     Kind.EACH: Run._each,
+    Kind.LETTER: Run._each,
     Kind.SUM: Run._sum,
     Kind.TEXT: Run._text,
     Kind.GONE: Run._left,

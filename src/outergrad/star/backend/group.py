@@ -20,6 +20,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed import ReduceOp
 
 from outergrad.core.errors import ExchangeError, Failure
+from outergrad.core.transport import Comm
 from outergrad.messages.raw import content
 from outergrad.star.backend.post import LARGE_BYTES, OpenPost, Post, code_of
 from outergrad.star.backend.profiling import recorded
@@ -29,6 +30,7 @@ from outergrad.star.frames import ALL, Kind, Place
 from outergrad.star.transport import Held
 
 if TYPE_CHECKING:
+    from outergrad.star.lines import StarLines
     from outergrad.star.sealing import Seal
 
 T = TypeVar("T")
@@ -147,14 +149,15 @@ class StarGroup(dist.ProcessGroup):
 
     @property
     def _post(self) -> Post:
-        """Way of the messages of the group.
+        """Way of the messages of the group."""
+        self._refuse_ended()
+        assert self._joined is not None
+        return self._joined
 
-        Raises:
-            ExchangeError: its sites train in sessions alone, since some were lost or came back.
-        """
+    def _refuse_ended(self) -> None:
+        """Raises if its sites train in sessions alone, since some were lost or came back."""
         if self._joined is None or self._line.has_left:
             raise ExchangeError(IN_SESSIONS, kind=Failure.LOCAL)
-        return self._joined
 
     # -- what PyTorch asks a group --------------------------------------------------------------
 
@@ -498,6 +501,26 @@ class StarGroup(dist.ProcessGroup):
 
         receive = lambda rank: self._receive(tensors, rank, tag)  # noqa: E731
         return self._work([FirstOf(has_come, receive)], tensors)
+
+    def exchange_with(
+        self, comm: Comm, sites: Sequence[int], number: int, most_bytes: int
+    ) -> StarLines:
+        """Opens lines between pairs of its sites, for a session of outergrad.
+
+        Args:
+            comm: transport of the session.
+            sites: ranks of the neighbours in the group.
+            number: of the session.
+            most_bytes: largest content of a letter.
+
+        Raises:
+            ExchangeError: the hub does not answer, or sites train in sessions over the star alone.
+        """
+        from outergrad.star.lines import StarLines
+
+        self._refuse_ended()
+        ranks = {site: self._ranks[site] for site in sites}
+        return StarLines(comm, self._line, ranks, number, most_bytes, self._held.seal)
 
     def _between(
         self, source: int, target: int, tag: int, counts: Counter[tuple[int, int]]

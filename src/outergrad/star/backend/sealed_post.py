@@ -9,10 +9,10 @@ from torch import Tensor
 
 from outergrad.messages.raw import content
 from outergrad.star.backend.agreed_sums import AgreedSum, HiddenSums, InOrder, hidden_integers
-from outergrad.star.backend.group_seal import KEY_BYTES, LONGER_BYTES, GroupSeal
 from outergrad.star.backend.post import LARGE_BYTES, OpenPost, Post, Write, code_of
 from outergrad.star.backend.works import Awaited, Rooms, Waiting, in_words
 from outergrad.star.frames import ALL, Kind, Place
+from outergrad.star.group_seal import KEY_BYTES, LONGER_BYTES, GroupSeal
 from outergrad.star.line import Line
 from outergrad.star.sealing import Seal
 from outergrad.star.sums import added

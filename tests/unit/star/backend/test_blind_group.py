@@ -18,8 +18,8 @@ from cases import relative_error
 from masked import assert_never_twice, drawn, exactly, is_random, masks_used, most_error
 from outergrad.core.errors import ExchangeError
 from outergrad.star import run
-from outergrad.star.backend.group_seal import GroupSeal
 from outergrad.star.frames import ALL, Kind, Place
+from outergrad.star.group_seal import GroupSeal
 from outergrad.star.run import Run
 from stars import group_on, groups_on_star, hub, on_star, star
 

@@ -34,6 +34,8 @@ class GroupSeal:
         named: returns the name of a site.
     """
 
+    longer_bytes = LONGER_BYTES
+
     def __init__(
         self,
         pairs: Mapping[int, bytes],
