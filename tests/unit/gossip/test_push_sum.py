@@ -13,10 +13,10 @@ from outergrad.linalg.finite import is_finite
 SHAPES = [(7, 5), (5,), (3, 4, 2, 2), (), (1, 6), (0, 3)]
 METHODS = {
     "whole": Whole(),
-    "largest": SparsePush(reduce=og.wire.TopK(0.2), gamma=0.05),
-    "random": SparsePush(reduce=RandomK(0.2), gamma=0.05),
-    "signs": SparsePush(reduce=og.wire.Sign(), gamma=0.05),
-    "low rank": SparsePush(reduce=LowRank(1), gamma=0.05),
+    "largest": SparsePush(reduce=og.wire.TopK(0.2), gamma=0.1),
+    "random": SparsePush(reduce=RandomK(0.2), gamma=0.1),
+    "signs": SparsePush(reduce=og.wire.Sign(), gamma=0.1),
+    "low rank": SparsePush(reduce=LowRank(1), gamma=0.1),
 }
 THREE = {0: (1, 2), 1: (2,), 2: (0,)}
 """Who gives to whom: site 2 gets more than it would of a balanced graph."""
@@ -78,7 +78,7 @@ def test_the_sums_are_kept_and_sites_agree_on_their_ratio(name):
     before = sites.distance()
     sites.round()
     total = sites.total()
-    for _ in range(60 if name == "whole" else 1500):
+    for _ in range(60):
         sites.round()
     for kept, now in zip(total, sites.total(), strict=True):
         torch.testing.assert_close(now, kept, rtol=0, atol=1e-12)
@@ -118,20 +118,18 @@ def test_a_step_of_the_optimizer_counts_alike_whatever_mass_a_site_has():
 
 @pytest.mark.parametrize("name", ["largest", "random", "signs", "low rank"])
 def test_what_is_left_out_is_told_later(name):
-    """Of a site that never changes c adds up to what it is, times the number of rounds."""
-    weights = drawn(0)
-    one = PushSum(weights, METHODS[name])
+    """What a site has told and what it owes add up to what it had to tell in all rounds."""
+    weights, rounds = drawn(0), 30
+    one, other = (PushSum(weights, METHODS[name]) for _ in range(2))
     for p, change in zip(weights, drawn(1), strict=True):
-        p.copy_(p + change)
+        p.add_(change)
     one.take_steps()
-    x, told = [t.clone() for t in one.x], [torch.zeros_like(t) for t in one.x]
-    rounds = 400
     for step in range(rounds):
-        one.give(1, 1e-12, step)
-        owed = one.state()["kept"]["owed"]
-    for t, left, sums in zip(x, owed, told, strict=True):
-        sums.add_(rounds * t - left)
-        torch.testing.assert_close(sums / rounds, t, rtol=0, atol=0.2)
+        other.take(one.give(0, 0.5, step), 0.5)
+    owed = one.state()["kept"]["owed"]
+    for x, told, left in zip(one.x, other.x, owed, strict=True):
+        torch.testing.assert_close(2 * told + left, rounds * x, rtol=0, atol=1e-12)
+        assert left.norm() <= rounds * x.norm() / 2
 
 
 def test_what_has_not_changed_since_the_start_does_not_move():
