@@ -163,6 +163,8 @@ class PushSum:
 
     def summands(self) -> list[Tensor]:
         """Returns copies of x and of the mass, whose sums over all sites give the mean."""
+        self.take_steps()
+        self.show()
         mass = torch.tensor(self.mass, dtype=torch.float64, device=self._device)
         return [*(x.clone(memory_format=torch.contiguous_format) for x in self.x), mass]
 

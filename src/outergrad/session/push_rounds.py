@@ -125,7 +125,7 @@ class PushLine:
         if letter.ends:
             self._awaited_marks -= 1
             self._forgets = self._forgets and not self.is_settled
-            self._marked = letter.number
+            self._marked, self._is_away = letter.number, False
         elif not letter.content.numel():
             self._on_their_way -= 1
         elif self._forgets:
@@ -220,13 +220,15 @@ class PushRounds:
         Returns:
             Neighbours whose marks have not come in time: what they gave is taken later.
         """
-        self.sum.take_steps()
         for line in self._near.values():
             line.mark()
         until = time.monotonic() + self._comm.patience_s
-        for line in self._near.values():
-            self._took(line, line.pushed_before_mark(until))
-        self.sum.show()
+        came = [(line, line.pushed_before_mark(until)) for line in self._near.values()]
+        if any(letters for _, letters in came):  # else the weights stay as they are, to the bit
+            self.sum.take_steps()
+            for line, letters in came:
+                self._took(line, letters)
+            self.sum.show()
         return [line.site for line in self._near.values() if not line.is_settled]
 
     @torch.no_grad()
