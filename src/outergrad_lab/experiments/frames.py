@@ -27,6 +27,7 @@ HEADINGS = {
     "audit": "Audits",
     "forward": "Forward gradients",
     "correction": "Changed images",
+    "pushing": "Push-sum",
 }
 """Headings of the kinds of results."""
 
@@ -182,7 +183,7 @@ def _final_rows(result: Result) -> Iterator[Settings]:
         case "sites":
             for method, found in result["steps"].items():
                 yield _named(result, method=method) | _only(found, *MEASURED)
-        case "iterations" | "selection" | "forward" | "correction":
+        case "iterations" | "selection" | "forward" | "correction" | "pushing":
             for row in result["rows"]:
                 yield _named(result) | _only(row, *_OF_ITERATIONS, *MEASURED)
         case "audit":
