@@ -7,6 +7,7 @@ from outergrad.gossip.graphs import (
     EdgeList,
     Exponential,
     Graph,
+    Lossy,
     RandomPairs,
     Ring,
     Torus,
@@ -14,6 +15,7 @@ from outergrad.gossip.graphs import (
 )
 from outergrad.gossip.mixing import metropolis, mixing_matrix, push_weights, spectral_gap
 from outergrad.gossip.power import PowerGossip
+from outergrad.gossip.push import SparsePush
 from outergrad.gossip.reductions import LowRank, RandomK, Reduction
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "Exponential",
     "GossipMethod",
     "Graph",
+    "Lossy",
     "LowRank",
     "Memory",
     "PowerGossip",
@@ -31,6 +34,7 @@ __all__ = [
     "RandomPairs",
     "Reduction",
     "Ring",
+    "SparsePush",
     "Torus",
     "Weights",
     "Whole",

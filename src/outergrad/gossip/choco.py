@@ -47,7 +47,7 @@ class Choco(GossipMethod):
 
     def __post_init__(self) -> None:
         require_gamma(self, 1)
-        object.__setattr__(self, "reduce", reduction_of(self.reduce))
+        object.__setattr__(self, "reduce", reduction_of(self.reduce, "Choco"))
 
     def end(self, start: Sequence[Tensor], first: int, second: int, *, is_first: bool) -> End:
         """Returns an end whose copies are the weights at the start of the session."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -151,6 +151,52 @@ class RandomPairs(Graph):
 
     def _draw(self, step: int, site: int) -> bytes:
         return hashlib.sha256(f"{self.seed} {step} {site}".encode()).digest()
+
+
+@dataclass(frozen=True)
+class Lossy(Graph):
+    """A graph of which some edges are left out in each step, drawn from a seed of all sites.
+
+    Choose it to see how a training bears links that fail, or to use each link in a part of the
+    steps alone. Where the graph is directed the two ways of a pair are drawn by themselves.
+
+    Attributes:
+        graph: The whole graph, or its name.
+        share: Share of the edges of a step that is left out on average, from 0 to below 1.
+        seed: Seed of the draws.
+    """
+
+    graph: str | Path | Graph
+    share: float
+    seed: int = 0
+    directed: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if type(self.share) not in (int, float) or not 0 <= self.share < 1:
+            raise ValueError(f"Lossy: share={self.share!r}; use a number from 0 to below 1")
+        object.__setattr__(self, "graph", graph_of(self.graph))
+        object.__setattr__(self, "directed", self._whole.directed)
+
+    def edges(self, sites: int, step: int = 0) -> tuple[Edge, ...]:
+        """Returns the edges of a step that are left."""
+        edges = self._whole.edges(sites, step)
+        return tuple(edge for edge in edges if self._draw(step, edge) >= self.share)
+
+    def period(self, sites: int) -> int:
+        """Returns the period of the whole graph."""
+        return self._whole.period(sites)
+
+    def all_edges(self, sites: int) -> Collection[Edge]:
+        """Returns the edges of the whole graph: none is left out for ever."""
+        return self._whole.all_edges(sites)
+
+    @property
+    def _whole(self) -> Graph:
+        return self.graph  # type: ignore[return-value]
+
+    def _draw(self, step: int, edge: Edge) -> float:
+        digest = hashlib.sha256(f"{self.seed} {step} {edge[0]} {edge[1]}".encode()).digest()
+        return int.from_bytes(digest[:6], "big") / (1 << 48)
 
 
 @dataclass(frozen=True)

@@ -148,8 +148,12 @@ class Coded:
         return self.codec.decode(sent, (1, torch.Size(shape).numel())).view(shape)
 
 
-def reduction_of(given: Reduction | Wire) -> Reduction:
+def reduction_of(given: Reduction | Wire, method: str) -> Reduction:
     """Returns a reduction, made of a codec of `og.wire` if it is one.
+
+    Args:
+        given: a reduction or a codec.
+        method: name of the method whose setting it is.
 
     Raises:
         ValueError: it is neither.
@@ -161,7 +165,7 @@ def reduction_of(given: Reduction | Wire) -> Reduction:
     codecs = stacked(given, "reduce")  # type: ignore[arg-type]
     if len(codecs) != 1:
         raise ValueError(
-            f"Choco: reduce={given!r}; use one codec, as og.wire.TopK(0.01) or og.wire.Sign(), "
+            f"{method}: reduce={given!r}; use one codec, as og.wire.TopK(0.01) or og.wire.Sign(), "
             f"og.gossip.RandomK(...) or og.gossip.LowRank(...)"
         )
     return Coded(codecs[0])

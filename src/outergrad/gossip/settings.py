@@ -8,6 +8,7 @@ from pathlib import Path
 
 from outergrad.gossip.ends import GossipMethod, Whole
 from outergrad.gossip.graphs import Graph, graph_of
+from outergrad.gossip.push import SparsePush
 from outergrad.methods.common import require
 
 
@@ -55,7 +56,7 @@ class Gossip:
     """
 
     graph: str | Path | Graph
-    method: GossipMethod | None = None
+    method: GossipMethod | SparsePush | None = None
     every: int = field(default=1, kw_only=True)
     rounds: int = field(default=1, kw_only=True)
     clip: float | None = field(default=None, kw_only=True)
@@ -71,21 +72,33 @@ class Gossip:
             TypeError: the graph or the method is none.
         """
         object.__setattr__(self, "graph", graph_of(self.graph))
-        if self.way.directed:
-            raise ValueError(
-                f"Gossip: graph={self.graph!r} is directed, and what goes one way alone does not "
-                f"keep the mean of all sites: use a graph without directed=True"
-            )
         for name in ("every", "rounds"):
             value = getattr(self, name)
             require(type(value) is int and value >= 1, self, name, "a whole number, 1 or more")
         bounded = self.clip is None or (isinstance(self.clip, (int, float)) and self.clip > 0)
         require(bounded, self, "clip", "a number above 0, or None for no bound")
         self._check_outer()
-        if isinstance(self.method, type) or not callable(getattr(self.how, "end", None)):
+        pushes = isinstance(self.method, SparsePush)
+        two_way = not isinstance(self.method, type) and callable(getattr(self.how, "end", None))
+        if not pushes and not two_way:
             raise TypeError(
                 f"Gossip: method={self.method!r}; use None to send all weights, "
-                f"og.gossip.PowerGossip(...) or og.gossip.Choco(...)"
+                f"og.gossip.PowerGossip(...), og.gossip.Choco(...) or og.gossip.SparsePush(...)"
+            )
+        if pushes and not self.way.directed:
+            raise ValueError(
+                f"Gossip: method={self.method!r} goes along directed edges, and graph="
+                f"{self.graph!r} has none: use a graph with directed=True, or og.gossip.Choco(...)"
+            )
+        if (
+            self.way.directed
+            and not pushes
+            and not (isinstance(self.how, Whole) and self.how.gamma <= 1)
+        ):
+            raise ValueError(
+                f"Gossip: graph={self.graph!r} is directed, and method={self.method!r} needs edges "
+                f"that go both ways: use None to send all weights, og.gossip.SparsePush(...), or a "
+                f"graph without directed=True"
             )
 
     def _check_outer(self) -> None:
@@ -108,5 +121,10 @@ class Gossip:
 
     @property
     def how(self) -> GossipMethod:
-        """The method, or its default."""
-        return Whole() if self.method is None else self.method
+        """The method of exchanges both ways, or its default."""
+        return Whole() if self.method is None else self.method  # type: ignore[return-value]
+
+    @property
+    def pushing(self) -> Whole | SparsePush:
+        """The method of a directed graph, or its default."""
+        return self.how  # type: ignore[return-value]

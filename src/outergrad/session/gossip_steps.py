@@ -16,7 +16,7 @@ from outergrad.capture.claims import GradientClaim
 from outergrad.capture.optimizer_steps import SAID, StepCounter, ignore, listen
 from outergrad.capture.uncounted import UncountedUpdates
 from outergrad.core.sites import Site, called
-from outergrad.core.transport import Letter, Lines
+from outergrad.core.transport import Comm, Letter, Lines
 from outergrad.core.types import StateDict
 from outergrad.gossip.ends import End, Weights, Whole
 from outergrad.gossip.graphs import neighbours
@@ -179,11 +179,11 @@ class SharedWithNeighbours(SharedGradients):
         # What all sites have now, to the bit: both ends of an edge begin from it.
         kept = Tensor.clone if self._method.how.reads_start else _hollow
         self._start = [kept(p.detach()) for p in self._trained.values()]
-        near = neighbours(self._method.way, comm.world_size, comm.rank)
+        near = self._both_ways(comm)
         self._edges = {site: Edge(comm.sites[site], self._end(site)) for site in near}
-        most = max(m.most_bytes(self._start) for m in (self._method.how, Whole()))
         self._lines: Lines | None = None
         if near:
+            most = max(m.most_bytes(self._start) for m in (self._method.how, Whole()))
             self._lines = comm.exchange_with(near, core.at.number, most)
         self._outer = OuterMomentum(self._params, self._method.lr, self._method.momentum)
         self.counter = StepCounter(self._trained, self._method.every)
@@ -192,6 +192,10 @@ class SharedWithNeighbours(SharedGradients):
         noted = self._uncounted.on_gradient
         self._claims = [GradientClaim(p, self, noted) for p in self._trained.values()]
         listen(self)
+
+    def _both_ways(self, comm: Comm) -> list[int]:
+        """Returns the sites with which this one exchanges in rounds of both."""
+        return neighbours(self._method.way, comm.world_size, comm.rank)
 
     def _end(self, site: int) -> End:
         """Returns this site's end of an edge of which nothing is known yet."""
@@ -245,7 +249,10 @@ class SharedWithNeighbours(SharedGradients):
         stats = since.stats(self._number, neighbour_distance=self._distance, **more)
         self._at.stats = stats
         late = self._tell(away)
-        self._reporter.gossip(stats, late)
+        self._reporter.gossip(stats, late, self._scalars())
+
+    def _scalars(self) -> dict[str, float]:
+        return {"neighbour_distance": self._distance}
 
     def _rounds(self, count: int, *, whole: bool = False) -> tuple[set[Site], set[Site], float]:
         """Exchanges some times in a row.
@@ -409,13 +416,20 @@ class SharedWithNeighbours(SharedGradients):
         self._elastic.require_group()
         comm = self._at.comm
         with self._failure.guard_between("the mean of all sites"):
-            sums = [p.detach().clone(memory_format=torch.contiguous_format) for p in self._params]
+            sums = self._summands()
             works = [comm.all_reduce(t.view(-1)) for t in sums]
             for work in works:
                 work.wait()
         with self._outer.carrying():
-            for p, total in zip(self._params, sums, strict=True):
-                p.copy_(total.div_(comm.world_size))
+            self._take_mean(sums)
+
+    def _summands(self) -> list[Tensor]:
+        """Returns copies of what is added up over all sites for a mean."""
+        return [p.detach().clone(memory_format=torch.contiguous_format) for p in self._params]
+
+    def _take_mean(self, sums: Sequence[Tensor]) -> None:
+        for p, total in zip(self._params, sums, strict=True):
+            p.copy_(total.div(self._at.comm.world_size))
 
     @property
     def _params(self) -> list[nn.Parameter]:
@@ -444,14 +458,19 @@ class SharedWithNeighbours(SharedGradients):
         return Coverage(tuple(map(self._explained, lines)))
 
     def _explained(self, line: Travel) -> Travel:
-        if line.parameter not in self._trained or not self._edges:
+        receivers = self._receivers
+        if line.parameter not in self._trained or not receivers:
             return line
         k = self._method.every
         often = "every step" if k == 1 else f"every {k} steps"
-        near = called([edge.site for edge in self._edges.values()])
+        near = called(receivers)
         travels = self._method.how.travels(self._trained[line.parameter])
         why = f"this site's weights, {often}, to {near} alone"
         return replace(line, travels=travels, why=why, reveals=f"this site's weights, to {near}")
+
+    @property
+    def _receivers(self) -> list[Site]:
+        return [edge.site for edge in self._edges.values()]
 
     def state(self) -> StateDict:
         """Returns what is known at this site's ends of the edges."""
@@ -468,6 +487,9 @@ class SharedWithNeighbours(SharedGradients):
         self._number, self._begun = found["number"], True
         self.counter.resume(found["made"])
         self._uncounted.restart()
+        self._resume(found)
+
+    def _resume(self, found: StateDict) -> None:
         for site, edge in self._edges.items():
             edge.load(found["edges"][site])
         self._outer.load(found["outer"])
@@ -548,15 +570,17 @@ class SharedWithNeighbours(SharedGradients):
         late = tuple(site.called for site in sorted(away))
         gone, back = set(late) - self._late, self._late - set(late)
         me = self._at.me.called
-        for edge in self._edges.values():
-            if edge.site.called in gone:
-                assert self._lines is not None
-                why = self._lines.why_closed(edge.site) or "it did not answer in time"
-                _LOG.warning("%s goes on without %s: %s", me, edge.site.called, why)
+        for site in sorted(away):
+            if site.called in gone:
+                _LOG.warning("%s goes on without %s: %s", me, site.called, self._why_away(site))
         if back:
             _LOG.warning("%s hears %s again", me, ", ".join(sorted(back)))
         self._late = frozenset(late)
         return late
+
+    def _why_away(self, site: Site) -> str:
+        assert self._lines is not None
+        return self._lines.why_closed(site) or "it did not answer in time"
 
 
 def _hollow(t: Tensor) -> Tensor:

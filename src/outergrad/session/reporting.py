@@ -150,15 +150,15 @@ class Reporter:
                 self._tell_all(layers, step, stats)
                 self._disclose(step)
 
-    def gossip(self, stats: Stats, late: tuple[str, ...]) -> None:
-        """Reports an exchange with neighbours: who was heard, and how far away they were."""
+    def gossip(self, stats: Stats, late: tuple[str, ...], scalars: Mapping[str, float]) -> None:
+        """Reports an exchange with neighbours: who was heard, and figures by name."""
         with self._careful():
             step = stats.step - 1
             self._take_time(stats)
             self._begin(step)
             if self._due(step) or late != self._late:
                 self.exchange(step, step, stats.took_part, late)
-                self.log(step, {"neighbour_distance": stats.neighbour_distance})
+                self.log(step, scalars)
                 self._late = late
             if self._due(step):
                 self._tell_all([], step, stats)

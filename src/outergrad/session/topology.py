@@ -75,8 +75,10 @@ class Topology:
             return Session(changes.inspection, self.site, agreed, settings, updates=changes)
         if is_gossip(method):
             from outergrad.session.gossip_steps import SharedWithNeighbours
+            from outergrad.session.push_steps import SharedByPushing
 
-            near = SharedWithNeighbours(inspection, method)
+            kind = SharedByPushing if method.way.directed else SharedWithNeighbours
+            near = kind(inspection, method)
             return Session(near.inspection, self.site, agreed, settings, updates=near)
         return Session(inspection, self.site, agreed, settings)
 

@@ -29,6 +29,7 @@ HEADINGS = {
     "forward": "Forward gradients",
     "correction": "Changed images",
     "gossip": "Trainings without a centre",
+    "pushing": "Push-sum",
 }
 """Headings of the kinds of results."""
 
@@ -185,7 +186,7 @@ def _final_rows(result: Result) -> Iterator[Settings]:
         case "sites":
             for method, found in result["steps"].items():
                 yield _named(result, method=method) | _only(found, *MEASURED)
-        case "iterations" | "selection" | "forward" | "correction":
+        case "iterations" | "selection" | "forward" | "correction" | "pushing":
             for row in result["rows"]:
                 yield _named(result) | _only(row, *_OF_ITERATIONS, *MEASURED)
         case "gossip":

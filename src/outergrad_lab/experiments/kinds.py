@@ -22,6 +22,7 @@ from outergrad_lab.experiments.correction import CorrectionWork
 from outergrad_lab.experiments.forward import ForwardWork
 from outergrad_lab.experiments.gossip import GossipWork
 from outergrad_lab.experiments.iterations import IterationsWork
+from outergrad_lab.experiments.pushing import PushingWork
 from outergrad_lab.experiments.selection import SelectionWork
 from outergrad_lab.experiments.task import Context, Settings, Work, at_least, read
 from outergrad_lab.experiments.training import TrainingWork
@@ -234,6 +235,7 @@ KINDS: dict[str, Callable[[Settings], Work]] = {
     "forward": partial(read, ForwardWork),
     "correction": partial(read, CorrectionWork),
     "gossip": partial(read, GossipWork),
+    "pushing": partial(read, PushingWork),
 }
 """Functions that make the work of a task from its settings."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import threading
 from itertools import pairwise
 
 import pytest
@@ -15,6 +14,7 @@ from torch.optim import SGD
 import outergrad as og
 from cases import Events
 from covering import covering
+from gossip_sites import Late, Site, flat
 from outergrad.gossip import Choco, LowRank, PowerGossip, RandomK, metropolis, mixing_matrix
 from outergrad.gossip.graphs import NAMED
 from ranks import run_on_lasting_groups, run_ranks
@@ -30,39 +30,6 @@ METHODS = {
     "choco, low rank": Choco(reduce=LowRank(1), gamma=0.2),
 }
 OFTEN = {"1": {}, "2": {"every": 2}, "1, twice": {"rounds": 2}}
-
-
-class Site:
-    """A distributed model in float64, its optimizer and its session."""
-
-    def __init__(self, method, rank, group, lr=0.1, momentum=0.0, **settings):
-        self.rank, self.model = rank, model().double()
-        self.session = og.distribute(self.model, method, group=group, **settings)
-        self.optimizer = SGD(self.model.parameters(), lr=lr, momentum=momentum)
-
-    def steps(self, start, stop):
-        train(self.model, [self.optimizer], self.rank, range(start, stop))
-        return self
-
-    @torch.no_grad()
-    def differ(self):
-        """Gives every site weights of its own, by a change that no other site makes."""
-        generator = torch.Generator().manual_seed(self.rank)
-        for p in self.model.parameters():
-            p.sub_(torch.randn(p.shape, generator=generator, dtype=p.dtype))
-        return self.weights()
-
-    def settle(self):
-        """Waits for late sites as long as they need."""
-        self.session._updates._at.comm.patience_s = 10.0
-        self.session._updates.settle()
-
-    def weights(self):
-        return [p.detach().clone() for p in self.model.parameters()]
-
-
-def flat(weights):
-    return torch.cat([w.view(-1) for w in weights])
 
 
 def spread(sites):
@@ -251,16 +218,6 @@ def test_a_saved_training_goes_on_to_the_bit(name):
 
     for (_, expected), found in zip(done, run_on_lasting_groups(4, resumed), strict=True):
         assert torch.equal(flat(found), flat(expected))
-
-
-class Late:
-    """Makes one site late, once: after some step it waits until it is let go."""
-
-    def __init__(self):
-        self.go = threading.Event()
-
-    def wait(self):
-        assert self.go.wait(15)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -536,7 +493,6 @@ def test_what_all_sites_would_do_together_is_refused():
     ("make", "error", "told"),
     [
         (lambda: og.Gossip("rng"), ValueError, "is no graph and no file"),
-        (lambda: og.Gossip(og.gossip.Ring(directed=True)), ValueError, "is directed"),
         (lambda: og.Gossip("ring", every=0), ValueError, "every=0; use a whole number"),
         (lambda: og.Gossip("ring", rounds=1.5), ValueError, "rounds=1.5; use a whole number"),
         (lambda: og.Gossip("ring", clip=0), ValueError, "clip=0; use a number above 0"),
