@@ -48,8 +48,8 @@ def run_site(trial: GossipTrial, rank: int, folder: Path, address: str, tell: Te
     updates = session._updates
     updates._at.comm.patience_s = trial.timeout_s
     fault = _Fault(trial, tell) if rank == trial.victim else None
-    if fault is not None and updates._lines is not None:
-        updates._lines = _Hooked(updates._lines, fault)
+    if fault is not None and updates._part._lines is not None:
+        updates._part._lines = _Hooked(updates._part._lines, fault)
         moves.then = lambda: fault.reaches("moved")
     _differ(model, rank)
     np.save(folder / f"{trial.number}-{rank}-start.npy", _flat(model))
@@ -66,9 +66,11 @@ def run_site(trial: GossipTrial, rank: int, folder: Path, address: str, tell: Te
     updates.settle()
     np.save(folder / f"{trial.number}-{rank}-averaged.npy", _flat(model))
     closed = (
-        {int(s): updates._lines.why_closed(s) for s in updates._edges} if updates._lines else {}
+        {int(s): updates._part._lines.why_closed(s) for s in updates._part._edges}
+        if updates._part._lines
+        else {}
     )
-    tied = [int(site) for site, edge in updates._edges.items() if edge.is_free]
+    tied = [int(site) for site, edge in updates._part._edges.items() if edge.is_free]
     tell("averaged", closed=closed, free=tied, log=logged.told)
     session.detach()
     tell("over")

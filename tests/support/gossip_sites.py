@@ -34,7 +34,7 @@ class Site:
     def settle(self):
         """Waits for late sites as long as they need."""
         self.session._updates._at.comm.patience_s = 10.0
-        self.session._updates.settle()
+        self.session._updates._part.settle()
 
     def weights(self):
         return [p.detach().clone() for p in self.model.parameters()]

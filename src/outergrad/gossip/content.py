@@ -41,3 +41,8 @@ def plain_of(tensors: Sequence[Tensor]) -> list[Plain]:
 def nbytes_of(plain: Sequence[Plain]) -> int:
     """Returns the length of a letter of tensors of some shapes and dtypes."""
     return sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in plain)
+
+
+def hollow(t: Tensor) -> Tensor:
+    """Returns a tensor of the same shape, dtype and device that takes no memory."""
+    return t.new_empty(()).expand(t.shape)

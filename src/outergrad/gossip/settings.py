@@ -90,15 +90,24 @@ class Gossip:
                 f"Gossip: method={self.method!r} goes along directed edges, and graph="
                 f"{self.graph!r} has none: use a graph with directed=True, or og.gossip.Choco(...)"
             )
-        if (
-            self.way.directed
-            and not pushes
-            and not (isinstance(self.how, Whole) and self.how.gamma <= 1)
+        if self.way.directed:
+            self._check_directed()
+
+    def _check_directed(self) -> None:
+        if not isinstance(self.method, SparsePush) and not (
+            isinstance(self.how, Whole) and self.how.gamma <= 1
         ):
             raise ValueError(
                 f"Gossip: graph={self.graph!r} is directed, and method={self.method!r} needs edges "
                 f"that go both ways: use None to send all weights, og.gossip.SparsePush(...), or a "
                 f"graph without directed=True"
+            )
+        own = {"clip": None, "lr": 1, "momentum": 0, "overlap": 0}
+        for name in (name for name, usual in own.items() if getattr(self, name) != usual):
+            raise ValueError(
+                f"Gossip: {name}={getattr(self, name)!r} is for edges that go both ways, and graph="
+                f"{self.graph!r} is directed: leave {name}= out, or use a graph without "
+                f"directed=True"
             )
 
     def _check_outer(self) -> None:

@@ -1,16 +1,109 @@
-"""One exchange of a site with its neighbours, from its letters on until it ends."""
+"""One exchange of a site with its neighbours, and what exchanges both ways and pushes share."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
 from outergrad.core.sites import Site
 from outergrad.core.types import StateDict
-from outergrad.record.stats import Since
+
+
+@dataclass(frozen=True)
+class Met:
+    """Who was met in exchanges.
+
+    Attributes:
+        heard: neighbours that were heard.
+        away: those of these steps of the graph that were not there.
+        waited_s: seconds of waiting.
+    """
+
+    heard: frozenset[Site] = frozenset()
+    away: frozenset[Site] = frozenset()
+    waited_s: float = 0.0
+
+    def __add__(self, other: Met) -> Met:
+        """Returns whom both exchanges met."""
+        waited_s = self.waited_s + other.waited_s
+        return Met(self.heard | other.heard, self.away | other.away, waited_s)
+
+
+class Rounds(Protocol):
+    """Exchanges of a site with its neighbours, over edges of one kind."""
+
+    @property
+    def receivers(self) -> list[Site]:
+        """The neighbours that are told of this site's weights, in any step."""
+        ...
+
+    @property
+    def is_open(self) -> bool:
+        """True if a round has begun and not ended."""
+        ...
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What recorders are told of the last round, by name."""
+        ...
+
+    def begin(self, step: int, *, whole: bool = False) -> None:
+        """Sends the letters of a round.
+
+        Args:
+            step: of the graph.
+            whole: whether all weights travel, whatever the method is.
+        """
+        ...
+
+    def end(self) -> Met:
+        """Reads the letters of the round, and moves the weights."""
+        ...
+
+    def settle(self) -> list[Site]:
+        """Ends all rounds under way; called on all sites.
+
+        Returns:
+            Neighbours that have not settled in time.
+        """
+        ...
+
+    def summands(self) -> list[Tensor]:
+        """Returns tensors of its own that all sites add up for their mean."""
+        ...
+
+    def take_mean(self, sums: Sequence[Tensor]) -> None:
+        """Makes the weights the mean.
+
+        Args:
+            sums: of what all sites' `summands` returned.
+        """
+        ...
+
+    def why_away(self, site: int) -> str:
+        """Returns why a neighbour is away."""
+        ...
+
+    def state(self) -> StateDict:
+        """Returns what is to be saved, with copies of tensors."""
+        ...
+
+    def load(self, state: StateDict, unsettled: Sequence[int]) -> None:
+        """Goes on from a saved state; called on all sites.
+
+        Args:
+            state: what `state()` returned.
+            unsettled: neighbours that had not settled by then.
+        """
+        ...
+
+    def close(self) -> None:
+        """Says goodbye to the neighbours."""
+        ...
 
 
 @dataclass
@@ -24,26 +117,24 @@ class Round:
     Attributes:
         drawn: the neighbours of this step of the graph.
         asked: those of them that this site has sent a letter.
-        since: counts the bytes from its beginning on.
         moves: how far letters move each weight when the round ends; None where they do at once.
         came: of those heard, the square of how far away their weights were.
     """
 
     drawn: Sequence[Site]
     asked: Sequence[Site]
-    since: Since
     moves: list[Tensor] | None = None
     came: dict[Site, float] = field(default_factory=dict)
 
     @property
-    def heard(self) -> set[Site]:
+    def heard(self) -> frozenset[Site]:
         """Those that were asked and heard."""
-        return {site for site in self.asked if site in self.came}
+        return frozenset(site for site in self.asked if site in self.came)
 
     @property
-    def away(self) -> set[Site]:
+    def away(self) -> frozenset[Site]:
         """Those of this step of the graph that were not heard."""
-        return set(self.drawn) - self.heard
+        return frozenset(self.drawn) - self.heard
 
     @property
     def distance(self) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from outergrad.core.types import StateDict
 from outergrad.gossip.graphs import neighbours
 from outergrad.gossip.push import PushSum
 from outergrad.gossip.settings import Gossip
+from outergrad.session.gossip_round import Met
 
 MOST_ON_THEIR_WAY = 3
 """Pushes to a neighbour that it has not taken yet; it is given no more before it takes one."""
@@ -149,6 +151,15 @@ class PushLine:
         self._lines.send(self.site, Letter(0, 0.0, _NOTHING))
 
 
+class _Push(NamedTuple):
+    """A round under way: who is to be given, who is to give, who was given, and when it began."""
+
+    receivers: list[PushLine]
+    givers: list[PushLine]
+    there: list[PushLine]
+    began: float
+
+
 class PushRounds:
     """Rounds over a directed graph, of which each gives away a part of this site's weights.
 
@@ -169,23 +180,36 @@ class PushRounds:
         lines = comm.exchange_with(near, number, self.sum.most_bytes) if near else None
         self._lines = lines
         self._near = {site: PushLine(comm.sites[site], lines) for site in near if lines}
+        self._now: _Push | None = None
+
+    @property
+    def receivers(self) -> list[Site]:
+        """The neighbours to which this site gives in any step."""
+        edges = self._method.way.all_edges(self._comm.world_size)
+        return [self._comm.sites[j] for i, j in sorted(edges) if i == self._comm.rank]
+
+    @property
+    def is_open(self) -> bool:
+        """True if a round has begun and not ended."""
+        return self._now is not None
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """This site's mass, by the figure's name."""
+        return {"push_mass": self.sum.mass}
 
     @torch.no_grad()
-    def round(self, step: int, *, whole: bool) -> tuple[set[Site], set[Site], float]:
-        """Gives to the neighbours of a step and takes what others give, without waiting for long.
+    def begin(self, step: int, *, whole: bool = False) -> None:
+        """Gives to the neighbours of a step.
 
         Args:
             step: of the graph.
             whole: whether all weights travel, whatever the method is.
-
-        Returns:
-            The neighbours that were heard, those that were away, and the seconds of waiting.
         """
-        rank, sites = self._comm.rank, self._comm.world_size
-        edges = self._method.way.edges(sites, step)
+        rank, began = self._comm.rank, time.monotonic()
+        edges = self._method.way.edges(self._comm.world_size, step)
         receivers = [self._near[other] for one, other in edges if one == rank]
         givers = [self._near[one] for one, other in edges if other == rank]
-        began = time.monotonic()
         until = began + self._comm.patience_s
         self.sum.take_steps()
         there = [line for line in receivers if line.has_room(until)]
@@ -195,12 +219,21 @@ class PushRounds:
             content = self.sum.give(len(there), share, step, whole=whole)
             for line in there:
                 line.push(content, share)
-        heard = [line for line in givers if self._took(line, line.pushed(until))]
+        self._now = _Push(receivers, givers, there, began)
+
+    @torch.no_grad()
+    def end(self) -> Met:
+        """Takes what others give, without waiting for long, and shows the weights of now."""
+        assert self._now is not None
+        now, self._now = self._now, None
+        until = now.began + self._comm.patience_s
+        heard = [line for line in now.givers if self._took(line, line.pushed(until))]
         self.sum.show()
-        met = {line.site for line in there if line in heard or line not in givers}
-        met |= {line.site for line in heard if line not in receivers}
-        away = {line.site for line in (*receivers, *givers)} - met
-        return {line.site for line in heard}, away, time.monotonic() - began
+        met = {line.site for line in now.there if line in heard or line not in now.givers}
+        met |= {line.site for line in heard if line not in now.receivers}
+        away = {line.site for line in (*now.receivers, *now.givers)} - met
+        waited_s = time.monotonic() - now.began
+        return Met(frozenset(line.site for line in heard), frozenset(away), waited_s)
 
     def _took(self, line: PushLine, letters: Sequence[Letter]) -> bool:
         """Adds what a neighbour gives; returns whether it gave anything."""
@@ -231,25 +264,41 @@ class PushRounds:
             self.sum.show()
         return [line.site for line in self._near.values() if not line.is_settled]
 
+    def summands(self) -> list[Tensor]:
+        """Returns copies of x and of the mass, whose sums over all sites give the mean."""
+        return self.sum.summands()
+
     @torch.no_grad()
-    def load(self, state: StateDict) -> None:
-        """Goes on from a saved state, and drops what was given before now; called on all sites."""
+    def take_mean(self, sums: Sequence[Tensor]) -> None:
+        """Shows the mean of all sites, and goes on from it with a mass of 1.
+
+        Args:
+            sums: of what all sites' `summands` returned.
+        """
+        self.sum.begin_at_mean(sums)
+
+    def why_away(self, site: int) -> str:
+        """Returns why a neighbour is away."""
+        return self._near[site].why_closed or "it did not answer in time"
+
+    def state(self) -> StateDict:
+        """Returns this site's part of the sum."""
+        return self.sum.state()
+
+    @torch.no_grad()
+    def load(self, state: StateDict, unsettled: Sequence[int] = ()) -> None:
+        """Goes on from a saved state, and drops what was given before now; called on all sites.
+
+        Args:
+            state: what `state()` returned.
+            unsettled: neighbours that had not settled by then: what they gave is not in it.
+        """
         for line in self._near.values():
             line.mark(forget=True)
         until = time.monotonic() + self._comm.patience_s
         for line in self._near.values():
             line.pushed_before_mark(until)
         self.sum.load(state)
-
-    def why_away(self, site: int) -> str:
-        """Returns why a neighbour is away."""
-        return self._near[site].why_closed or "it did not answer in time"
-
-    @property
-    def receivers(self) -> list[Site]:
-        """The neighbours to which this site gives in any step."""
-        edges = self._method.way.all_edges(self._comm.world_size)
-        return [self._comm.sites[j] for i, j in sorted(edges) if i == self._comm.rank]
 
     def close(self) -> None:
         """Says goodbye to the neighbours."""

@@ -75,10 +75,8 @@ class Topology:
             return Session(changes.inspection, self.site, agreed, settings, updates=changes)
         if is_gossip(method):
             from outergrad.session.gossip_steps import SharedWithNeighbours
-            from outergrad.session.push_steps import SharedByPushing
 
-            kind = SharedByPushing if method.way.directed else SharedWithNeighbours
-            near = kind(inspection, method)
+            near = SharedWithNeighbours(inspection, method)
             return Session(near.inspection, self.site, agreed, settings, updates=near)
         return Session(inspection, self.site, agreed, settings)
 

@@ -362,7 +362,7 @@ def test_a_neighbour_that_ends_is_left_out_and_the_others_keep_their_mean():
 def test_only_public_copies_need_the_weights_of_the_start(name):
     def body(rank, group):
         site = Site(og.Gossip("ring", METHODS[name]), rank, group)
-        start = site.session._updates._start
+        start = site.session._updates._part._start
         site.steps(0, 1).session.detach()
         return sum(t.untyped_storage().nbytes() for t in start)
 

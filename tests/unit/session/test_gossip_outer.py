@@ -308,7 +308,7 @@ def test_without_a_rate_and_momentum_no_weights_are_kept():
         site = Site(og.Gossip("ring", every=2), rank, group).steps(0, 3)
         state = site.session.state_dict()["gossip"]
         site.session.detach()
-        return state["outer"], state["now"]
+        return state["outer"], state["part"]["now"]
 
     assert run_on_lasting_groups(2, body) == [({"start": [], "last": []}, None)] * 2
 

@@ -52,7 +52,7 @@ SITES = 4
 
 def part(site):
     """What a site has of both sums: x, with the origin counted by its mass, and the mass."""
-    found = site.session._updates._pushes.sum
+    found = site.session._updates._part.sum
     origins = [origin * found.mass for origin in found._own.origin]
     return flat([x + y for x, y in zip(found.x, origins, strict=True)]), found.mass
 
