@@ -37,12 +37,12 @@ class Round:
 
     @property
     def heard(self) -> set[Site]:
-        """Those that were asked and heard."""
+        """The sites that were asked and heard."""
         return {site for site in self.asked if site in self.came}
 
     @property
     def away(self) -> set[Site]:
-        """Those of this step of the graph that were not heard."""
+        """The sites of this step of the graph that were not heard."""
         return set(self.drawn) - self.heard
 
     @property
