@@ -4,8 +4,9 @@
 
 Eight sites, each a process with a network of its own (Linux, root, iproute2), make fifteen steps of
 0.2 s between two exchanges of 0.4 MB of weights. A step is a pause, since the sites share this
-machine's processors. Lines are equal; or what the sites 3 and 4 send each other is slow. Prints seconds per exchange, steps included, of the site that took longest, and
-the megabytes that a site sends per exchange.
+machine's processors. Lines are equal; or what the sites 3 and 4 send each other is slow. Prints
+seconds per exchange, steps included, of the site that took longest, and the megabytes that a site
+sends per exchange.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def measured(case: str, rate: str, slow: str) -> dict[str, tuple[float, float]]:
 
 
 def slow_down(case: str, found: Sequence[Place], rate: str, slow: str) -> None:
-    """Makes what two sites send each other slow: packets to an address have a class of their own."""
+    """Makes what two sites send each other slow, by a class of its own for these packets."""
     if case == CASES[0]:
         return
     for site, other in (SLOW, SLOW[::-1]):
