@@ -167,7 +167,7 @@ class SharedWithNeighbours(SharedGradients):
         self._number, self._distance, self._begun = 0, 0.0, False
         self._now: Round | None = None
         """The exchange under way."""
-        self._late = frozenset[str]()
+        self._late, self._clipped = frozenset[str](), set[Site]()
 
     def attach(
         self, core: Core, failure: FailureHandler, elastic: Elastic, loop: BackwardLoop
@@ -330,11 +330,24 @@ class SharedWithNeighbours(SharedGradients):
             near = f"{self._at.me.called} or {edge.site.called}"
             _LOG.warning("%s has weights that are not finite: they are not averaged", near)
             return
-        kept = None if now is None else now.moves
-        for t, d in zip(self._params if kept is None else kept, difference, strict=True):
+        share *= self._kept(edge.site, square**0.5)
+        moves = None if now is None else now.moves
+        for t, d in zip(self._params if moves is None else moves, difference, strict=True):
             t.add_(d, alpha=share)
-        if kept is None:
+        if moves is None:
             self._outer.moved(difference, share)
+
+    def _kept(self, site: Site, distance: float) -> float:
+        """Returns the share of a difference that counts, the same at both; names whom it bounds."""
+        clip = self._method.clip
+        if clip is None or distance <= clip:
+            self._clipped.discard(site)
+            return 1.0
+        if site not in self._clipped:
+            self._clipped.add(site)
+            told = "%s is %.3g away from %s, which counts as clip=%g"
+            _LOG.warning(told, site.called, distance, self._at.me.called, clip)
+        return clip / distance
 
     @property
     def _patience_s(self) -> float:

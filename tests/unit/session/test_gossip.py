@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
+import math
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
@@ -124,6 +127,62 @@ def test_exchanges_keep_the_mean_of_all_sites(name, graph, often):
         mean = sum(flat(after[number]) for _, after in results) / sites
         torch.testing.assert_close(mean, first, rtol=0, atol=1e-14)
     assert spread([after[-1] for _, after in results]) < spread([b for b, _ in results])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_clipped_exchanges_keep_the_mean_and_bound_how_far_a_neighbour_moves_a_site(name):
+    """Site 0 says weights that are far from all others; a ring of four has edges of weight 1/3."""
+    sites, clip, gamma = 4, 0.5, getattr(METHODS[name], "gamma", 1.0)
+
+    def body(rank, group):
+        site = Site(og.Gossip("ring", METHODS[name], clip=clip), rank, group, lr=0.0)
+        before = site.differ()
+        if rank == 0:
+            with torch.no_grad():
+                for p in site.model.parameters():
+                    p.mul_(1e3)
+            before = site.weights()
+        after = [site.steps(n, n + 1).weights() for n in range(6)]
+        site.session.detach()
+        return before, after
+
+    results = run_on_lasting_groups(sites, body)
+    first = sum(flat(before) for before, _ in results) / sites
+    mean = sum(flat(after[-1]) for _, after in results) / sites
+    torch.testing.assert_close(mean, first, rtol=1e-12, atol=0)
+    for before, after in results:
+        path = [flat(before), *map(flat, after)]
+        moves = [float((new - old).norm()) for old, new in pairwise(path)]
+        assert max(moves) <= 2 * gamma * clip / 3 * (1 + 1e-9)
+
+
+def test_a_clip_that_nobody_reaches_changes_nothing():
+    def weights(**settings):
+        def body(rank, group):
+            site = Site(og.Gossip("ring", **settings), rank, group)
+            site.differ()
+            found = site.steps(0, 5).weights()
+            site.session.detach()
+            return found
+
+        return run_on_lasting_groups(4, body)
+
+    for clipped, free in zip(weights(clip=1e9), weights(), strict=True):
+        assert all(map(torch.equal, clipped, free))
+
+
+def test_a_neighbour_that_is_clipped_is_named_once(caplog):
+    def body(rank, group):
+        site = Site(og.Gossip("complete", clip=1e-3), rank, group, lr=0.0)
+        site.differ()
+        site.steps(0, 3).session.detach()
+
+    with caplog.at_level(logging.WARNING, "outergrad"):
+        run_on_lasting_groups(2, body)
+    told = sorted(r.getMessage() for r in caplog.records if "which counts as clip" in r.message)
+    assert len(told) == 2
+    assert told[0].startswith("site 0 is ")
+    assert told[0].endswith("away from site 1, which counts as clip=0.001")
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -480,6 +539,9 @@ def test_what_all_sites_would_do_together_is_refused():
         (lambda: og.Gossip(og.gossip.Ring(directed=True)), ValueError, "is directed"),
         (lambda: og.Gossip("ring", every=0), ValueError, "every=0; use a whole number"),
         (lambda: og.Gossip("ring", rounds=1.5), ValueError, "rounds=1.5; use a whole number"),
+        (lambda: og.Gossip("ring", clip=0), ValueError, "clip=0; use a number above 0"),
+        (lambda: og.Gossip("ring", clip="2"), ValueError, "clip='2'; use a number above 0"),
+        (lambda: og.Gossip("ring", clip=math.nan), ValueError, "clip=nan; use a number above 0"),
         (lambda: og.Gossip("ring", og.Dense()), TypeError, r"use None to send all weights"),
         (lambda: og.Gossip("ring", PowerGossip), TypeError, r"use None to send all weights"),
     ],
