@@ -30,7 +30,7 @@ import outergrad as og
 from outergrad.launch.links import Place, parse_link, places
 from outergrad.launch.namespaces import INTERFACE
 
-SITES, EVERY, STEP_S, EXCHANGES = 8, 15, 0.2, 3
+SITES, EVERY, STEP_S, EXCHANGES = 8, 15, 0.2, 2
 SLOW = 3, 4
 METHODS = {
     "`og.LocalSteps(15)`": lambda path: og.LocalSteps(EVERY),
