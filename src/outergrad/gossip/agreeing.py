@@ -1,4 +1,4 @@
-"""Whether sites with an outer momentum come nearer to each other on a graph, or part."""
+"""The check that an outer momentum lets sites agree on their graph, and does not part them."""
 
 from __future__ import annotations
 

@@ -34,35 +34,36 @@ class Gossip:
         graph: "ring", "torus", "complete", "exponential" (one peer per step), "random" (pairs drawn
             anew), the path of a file of edges, or a graph of `og.gossip`.
         method: None to send all weights; `og.gossip.PowerGossip(...)` or `og.gossip.Choco(...)` for
-            fewer bytes.
+            fewer bytes; `og.gossip.SparsePush(...)` for fewer over a directed graph.
         every: k, steps of the optimizer between two exchanges.
         rounds: Rounds of an exchange: the weights are averaged so often in a row. More bring the
             sites nearer to each other.
+        lr: η, rate of what a site's own steps have changed since the last exchange: before it tells
+            of its weights they become `start + lr (now - start)`.
+        momentum: γ, 0 or more and less than 1: how much of the change from the last exchange's
+            weights to these is made once more. Choose it in place of the optimizer's own momentum
+            where sites have other classes than their neighbours, or beside it with `every`. With
+            `lr` the mean over sites goes as by SGD with Nesterov's momentum on the sites' mean
+            change, which `og.LocalSteps` has as `outer`. Source: GASLoC, arXiv 2606.11081.
+        overlap: Steps that are made while letters travel, up to `every`; what they tell moves this
+            site after them. 0: it waits. Choose it where a link is slow. Source: the mixing of
+            weights in Factored Gossip DiLoCo, arXiv 2606.22768.
         clip: C, the L2 norm of a difference of two neighbours' weights, all together, up to which
             an exchange counts whole; a longer one is scaled to it, at both. So a neighbour that
             lies moves a site by C times the weight of their edge per exchange, and the log names
             it. None for no bound. Take some times the `session.stats().neighbour_distance` of a
             good training: a C below it slows agreement. Source: He, Karimireddy and Jaggi,
             "Byzantine-Robust Decentralized Learning via ClippedGossip", arXiv 2202.01545.
-        lr: η, rate of what a site's own steps have changed since the last exchange: before it tells
-            of its weights they become `start + lr (now - start)`.
-        momentum: γ, 0 or more and less than 1: how much of the change from the last exchange's
-            weights to these is made once more. Choose it with `every`, in long trainings. With
-            `lr` the mean over sites goes as by SGD with Nesterov's momentum on the sites' mean
-            change, which `og.LocalSteps` has as `outer`. Source: GASLoC, arXiv 2606.11081.
-        overlap: Steps that are made while letters travel, up to `every`; what they tell moves this
-            site after them. 0: it waits. Choose it where a link is slow. Source: the mixing of
-            weights in Factored Gossip DiLoCo, arXiv 2606.22768.
     """
 
     graph: str | Path | Graph
     method: GossipMethod | SparsePush | None = None
     every: int = field(default=1, kw_only=True)
     rounds: int = field(default=1, kw_only=True)
-    clip: float | None = field(default=None, kw_only=True)
     lr: float = field(default=1.0, kw_only=True)
     momentum: float = field(default=0.0, kw_only=True)
     overlap: int = field(default=0, kw_only=True)
+    clip: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         """Checks the settings, and looks up the graph.
@@ -75,9 +76,9 @@ class Gossip:
         for name in ("every", "rounds"):
             value = getattr(self, name)
             require(type(value) is int and value >= 1, self, name, "a whole number, 1 or more")
+        self._check_outer()
         bounded = self.clip is None or (isinstance(self.clip, (int, float)) and self.clip > 0)
         require(bounded, self, "clip", "a number above 0, or None for no bound")
-        self._check_outer()
         pushes = isinstance(self.method, SparsePush)
         two_way = not isinstance(self.method, type) and callable(getattr(self.how, "end", None))
         if not pushes and not two_way:

@@ -251,10 +251,10 @@ class EdgeRounds:
             _LOG.warning("%s has weights that are not finite: they are not averaged", near)
             return
         share *= self._kept(edge.site, square**0.5)
-        kept = None if now is None else now.moves
-        for t, d in zip(self._shown if kept is None else kept, difference, strict=True):
+        moves = None if now is None else now.moves
+        for t, d in zip(self._shown if moves is None else moves, difference, strict=True):
             t.add_(d, alpha=share)
-        if kept is None:
+        if moves is None:
             self._outer.moved(difference, share)
 
     def _kept(self, site: Site, distance: float) -> float:

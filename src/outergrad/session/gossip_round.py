@@ -128,12 +128,12 @@ class Round:
 
     @property
     def heard(self) -> frozenset[Site]:
-        """Those that were asked and heard."""
+        """The sites that were asked and heard."""
         return frozenset(site for site in self.asked if site in self.came)
 
     @property
     def away(self) -> frozenset[Site]:
-        """Those of this step of the graph that were not heard."""
+        """The sites of this step of the graph that were not heard."""
         return frozenset(self.drawn) - self.heard
 
     @property
