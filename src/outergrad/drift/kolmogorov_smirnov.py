@@ -16,33 +16,34 @@ Worse = Literal["either", "higher", "lower"]
 class KolmogorovSmirnov:
     """Drift is where the newest values have another distribution than those of a reference.
 
-    The first values after an exchange are the reference, F; those in a window behind it, the newest
-    ones, have the distribution G. Drift is where sup |F - G| is above
-    c sqrt((n + m) / (n m)), for n values of the reference and m of the window, with
+    The newest m values, the window, have the distribution G; the n values before them, the
+    reference, have F. Drift is where sup |F - G| is above c sqrt((n + m) / (n m)), with
     c = sqrt(-ln(alpha / 2) / 2): Smirnov's limit for large n and m. With a direction it is
-    sup (F - G) or sup (G - F), and c = sqrt(-ln(alpha) / 2). FLARE tests confidences so
-    (arXiv 2305.08504).
+    sup (F - G) or sup (G - F), and c = sqrt(-ln(alpha) / 2).
 
     Choose it where it should be seen whether the whole distribution changes, without an assumption
     of its form: values that are clearly apart need few of them. It is blind until reference and
     window are full, so count how many values come per step.
 
     The limit is that of one test of independent values. Windows overlap, and there is a test at
-    every check: for one false alarm in T checks choose alpha well below 1 / T. The values of a
-    model that still learns fall by themselves, which `worse="higher"` does not take for drift.
+    every check: for one false alarm in T checks choose alpha well below 1 / T.
 
     Attributes:
-        reference: Values of the reference, 2 or more.
-        window: Values of the window, 2 or more.
+        reference: n, 2 or more.
+        window: m, 2 or more.
         alpha: Probability of a false alarm of one test, above 0 and below 1.
         worse: "either": any change is drift; "higher": only values that have become larger, as
             losses that get worse; "lower": only smaller ones, as confidences.
+        keeps: True to keep the first n values after an exchange as the reference, as FLARE does
+            (arXiv 2305.08504): choose it where the weights rest, so that slow drift is seen, too.
+            While a model learns, its own progress is taken for drift, or hides one.
     """
 
     reference: int = 100
     window: int = 20
     alpha: float = 1e-4
     worse: Worse = "either"
+    keeps: bool = False
 
     def __post_init__(self) -> None:
         """Checks the settings.
@@ -57,6 +58,7 @@ class KolmogorovSmirnov:
         _require(is_share, "alpha", self.alpha, "a float above 0 and below 1")
         known = ("either", "higher", "lower")
         _require(self.worse in known, "worse", self.worse, "'either', 'higher' or 'lower'")
+        _require(type(self.keeps) is bool, "keeps", self.keeps, "True or False")
 
     @property
     def limit(self) -> float:
@@ -66,7 +68,7 @@ class KolmogorovSmirnov:
         return math.sqrt(-math.log(tail) / 2) * math.sqrt((n + m) / (n * m))
 
     def start(self) -> ComparedWindows:
-        """Returns a new run, whose first values are the reference."""
+        """Returns a new run that knows no values yet."""
         return ComparedWindows(self)
 
 
@@ -79,26 +81,29 @@ class ComparedWindows:
 
     def __init__(self, settings: KolmogorovSmirnov) -> None:
         self._settings = settings
-        self._reference = self._window = torch.empty(0, dtype=torch.float64)
+        self._values = torch.empty(0, dtype=torch.float64)
+        """Reference and, behind it, window, as far as there are values."""
 
     def has_drifted(self, values: Tensor) -> bool:
         """Takes the next values; True if the window has another distribution than the reference."""
         n, m = self._settings.reference, self._settings.window
-        missing = n - len(self._reference)
-        self._reference = torch.cat([self._reference, values[:missing]])
-        self._window = torch.cat([self._window, values[missing:]])[-m:]
-        if len(self._window) < m:
+        found = torch.cat([self._values, values])
+        if self._settings.keeps:
+            self._values = torch.cat([found[:n], found[n:][-m:]])
+        else:
+            self._values = found[-(n + m) :]
+        if len(self._values) < n + m:
             return False
-        distance = distribution_distance(self._reference, self._window, self._settings.worse)
+        distance = distribution_distance(self._values[:n], self._values[n:], self._settings.worse)
         return distance > self._settings.limit
 
     def state(self) -> dict[str, Any]:
-        """Returns copies of the reference and the window."""
-        return {"reference": self._reference.clone(), "window": self._window.clone()}
+        """Returns a copy of the values."""
+        return {"values": self._values.clone()}
 
     def load(self, state: dict[str, Any]) -> None:
         """Goes on from a saved `state()`."""
-        self._reference, self._window = state["reference"].clone(), state["window"].clone()
+        self._values = state["values"].clone()
 
 
 def distribution_distance(x: Tensor, y: Tensor, worse: Worse = "either") -> float:
