@@ -264,12 +264,12 @@ def _losses(logits: Tensor, losses: Tensor) -> Tensor:
 
 def _windows(**settings: Any) -> og.OnDrift:
     """Compares windows of ten steps with the twenty steps before, at batches of 32."""
-    detector = og.drift.KolmogorovSmirnov(reference=640, window=320, alpha=1e-6, **settings)
+    detector = og.drift.KolmogorovSmirnov(reference=640, window=320, alpha=1e-4, **settings)
     return og.OnDrift(detector, of="observed")
 
 
 WAYS: dict[str, Way] = {
-    **{f"every {k} steps": Way(k, _losses) for k in (10, 20, 50, 100)},
+    **{f"every {k} steps": Way(k, _losses) for k in (20, 40, 100)},
     "confidences, as FLARE": Way(_windows(keeps=True), _confidences),
     "lower confidences": Way(_windows(worse="lower"), _confidences),
     "higher losses": Way(_windows(worse="higher"), _losses),

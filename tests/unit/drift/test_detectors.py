@@ -162,5 +162,5 @@ def test_settings_are_refused_with_a_remedy(name):
 def test_settings_of_river_are_refused_with_a_remedy():
     with pytest.raises(ValueError, match="PageHinkley: mode='higher'; use 'up', 'down' or 'both'"):
         og.drift.PageHinkley(mode="higher")
-    with pytest.raises(ValueError, match="ADWIN: delta=2.0; use a float above 0 and below 1"):
+    with pytest.raises(ValueError, match=r"ADWIN: delta=2\.0; use a float above 0 and below 1"):
         og.drift.ADWIN(delta=2.0)
