@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from outergrad.drift.on_drift import OnDrift
 from outergrad.gossip.ends import GossipMethod, Whole
 from outergrad.gossip.graphs import Graph, graph_of
 from outergrad.methods.common import require
@@ -55,6 +56,11 @@ class Gossip:
             raise ValueError(
                 f"Gossip: graph={self.graph!r} is directed, and what goes one way alone does not "
                 f"keep the mean of all sites: use a graph without directed=True"
+            )
+        if isinstance(self.every, OnDrift):
+            raise ValueError(
+                "Gossip: every=og.OnDrift(...) needs a vote of all sites, which neighbours alone "
+                "do not have: use a whole number, or og.LocalSteps(og.OnDrift(...))"
             )
         for name in ("every", "rounds"):
             value = getattr(self, name)

@@ -37,6 +37,7 @@ WITH_OTHERS = {
     "quorum": (lambda k: og.LocalSteps(k, quorum=1, grace=1), "does not go with quorum=1"),
     "blocks": (lambda k: og.EDAD(blocks=["0"], every=k), "use 1 with blocks="),
     "inside": (lambda k: og.LocalSteps(2, method=og.Dense(every=k)), "leave every=1"),
+    "gossip": (lambda k: og.Gossip("ring", every=k), "needs a vote of all sites.*LocalSteps"),
     "auto": (lambda k: og.Auto(every=k), "use a whole number, or name a method"),
 }
 
