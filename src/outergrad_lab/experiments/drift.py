@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +82,8 @@ class DriftWork:
         courses = simulate(work, self.sites)
         if any(one.exchanges != courses[0].exchanges for one in courses):
             raise RuntimeError("sites have not exchanged at the same steps")
-        return {"rows": [outcome(turns, courses, WAYS[self.way].waits)], "exchanges": courses[0][0]}
+        rows = outcomes(turns, courses, WAYS[self.way].waits)
+        return {"rows": rows, "exchanges": courses[0].exchanges}
 
     def _turns(self) -> list[Turn]:
         """Returns the stretches of the stream: site by site its images turn to the next change."""
@@ -174,8 +176,11 @@ class Course(NamedTuple):
     sent_bytes: int
 
 
-def outcome(turns: Sequence[Turn], courses: Sequence[Course], waits: bool) -> dict[str, Any]:
-    """Returns what a way has cost and found.
+def outcomes(turns: Sequence[Turn], courses: Sequence[Course], waits: bool) -> list[dict[str, Any]]:
+    """Returns what a way has found and cost, a row per change.
+
+    The `delay` of a change that no exchange has followed is all of its stretch. Bytes, exchanges,
+    accuracy and false alarms are of the whole stream, and the same in each row.
 
     Args:
         turns: Of the stream.
@@ -183,28 +188,29 @@ def outcome(turns: Sequence[Turn], courses: Sequence[Course], waits: bool) -> di
         waits: Whether exchanges wait for drift; else none is an alarm.
     """
     exchanges, first = courses[0].exchanges, turns[0].end
-    delays, found, false, steady = list[int](), 0, 0, 0
-    recoveries = list[int]()
-    for turn in turns[1:]:
+    rows, false, steady = list[dict[str, Any]](), 0, 0
+    for before, turn in pairwise(turns):
         inside = [step for step in exchanges if turn.begin <= step < turn.end]
-        found += bool(inside)
-        delays.append(inside[0] - turn.begin + 1 if inside else turn.end - turn.begin)
         steady += max(turn.end - turn.begin - SETTLED, 0)
         false += sum(step >= turn.begin + SETTLED for step in inside[1:])
         assert turn.site is not None
-        recoveries.append(recovery(turn, courses[turn.site].accuracy))
+        rows.append(
+            {
+                "case": f"{before.shown[turn.site]} to {turn.shown[turn.site]}",
+                "delay": (inside[0] + 1 if inside else turn.end) - turn.begin,
+                "missed": float(not inside),
+                "recovery": recovery(turn, courses[turn.site].accuracy),
+            }
+        )
     after = [sum(one.accuracy[first:]) / len(one.accuracy[first:]) for one in courses]
-    alarms = {"false_alarms": 1000 * false / steady if steady else 0.0} if waits else {}
-    return {
-        "delay": sum(delays) / len(delays),
-        "worst_delay": max(delays),
-        "missed": len(delays) - found,
+    whole: dict[str, Any] = {
         "exchanges_made": sum(step >= first for step in exchanges),
         "total_bytes": courses[0].sent_bytes,
-        "recovery": sum(recoveries) / len(recoveries),
         "stream_accuracy": sum(after) / len(after),
-        **alarms,
     }
+    if waits:
+        whole["false_alarms"] = 1000 * false / steady if steady else 0.0
+    return [row | whole for row in rows]
 
 
 def recovery(turn: Turn, accuracy: Sequence[float]) -> int:
@@ -269,7 +275,7 @@ def _windows(**settings: Any) -> og.OnDrift:
 
 
 WAYS: dict[str, Way] = {
-    **{f"every {k} steps": Way(k, _losses) for k in (20, 40, 100)},
+    **{f"every {k} steps": Way(k, _losses) for k in (10, 20, 100)},
     "confidences, as FLARE": Way(_windows(keeps=True), _confidences),
     "lower confidences": Way(_windows(worse="lower"), _confidences),
     "higher losses": Way(_windows(worse="higher"), _losses),

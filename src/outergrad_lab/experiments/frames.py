@@ -38,7 +38,7 @@ MEASURED = (
     *("loss_gap", "gap_share", "bytes_share", "steps_to", "fewer_near"),
     *("validation_loss", "hours", "line_bytes", "fewer_line", "quicker", "cut_s"),
     *("noise", "site_epsilon"),
-    *("delay", "worst_delay", "missed", "false_alarms", "exchanges_made", "recovery"),
+    *("delay", "missed", "false_alarms", "exchanges_made", "recovery"),
     "stream_accuracy",
     *("data_back", "rows_back", "texts_back", "tokens_back", "labels_back", "members_named"),
     *("member_auc", "member_z", "false_rows", "canary_alarms"),
