@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Any
 from outergrad._version import __version__
 
 if TYPE_CHECKING:
-    from outergrad import events, forward, gossip, nn, optim, private, report, transforms, wire
+    from outergrad import (
+        drift,
+        events,
+        forward,
+        gossip,
+        nn,
+        optim,
+        private,
+        report,
+        transforms,
+        wire,
+    )
     from outergrad.checkpoint import Checkpoints, DCPState, Restored
     from outergrad.comm.process_group import TorchDistributed
     from outergrad.core.errors import (
@@ -25,6 +36,7 @@ if TYPE_CHECKING:
     from outergrad.core.sent import Sent, Tap
     from outergrad.core.transform import GradientTransform, SampleRows, SiteGradient
     from outergrad.core.types import Call, Factors, Part, Slot
+    from outergrad.drift.on_drift import OnDrift
     from outergrad.gossip.settings import Gossip
     from outergrad.layers import RULES
     from outergrad.methods.auto.chooser import Auto
@@ -66,6 +78,7 @@ __all__ = [
     "GradientTransform",
     "Local",
     "LocalSteps",
+    "OnDrift",
     "Part",
     "PerLayer",
     "PowerSGD",
@@ -90,6 +103,7 @@ __all__ = [
     "WandB",
     "__version__",
     "distribute",
+    "drift",
     "events",
     "forward",
     "gossip",
@@ -116,6 +130,7 @@ _HOMES = {
     "core.sent": ("Sent", "Tap"),
     "core.transform": ("GradientTransform", "SampleRows", "SiteGradient"),
     "core.types": ("Call", "Factors", "Part", "Slot"),
+    "drift.on_drift": ("OnDrift",),
     "gossip.settings": ("Gossip",),
     "layers": ("RULES",),
     "methods.auto.chooser": ("Auto",),
@@ -138,7 +153,18 @@ _HOMES = {
     "session.session": ("Session",),
     "star.transport": ("Star",),
 }
-_MODULES = ("events", "forward", "gossip", "nn", "optim", "private", "report", "transforms", "wire")
+_MODULES = (
+    "drift",
+    "events",
+    "forward",
+    "gossip",
+    "nn",
+    "optim",
+    "private",
+    "report",
+    "transforms",
+    "wire",
+)
 
 
 def __getattr__(name: str) -> Any:

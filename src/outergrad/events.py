@@ -3,7 +3,8 @@
 First comes a `Run`. Every recorded step gives a `Layer` for each layer, then a `Step`. `Scalars`
 follow whenever the training loop logs something, a `Mishap` whenever a step fails or the replicas
 are found to differ, a `Trial` whenever `og.Auto()` has tried something, a `Change` whenever the
-participating sites change, and an `Exchange` for each one of `og.LocalSteps(quorum=...)`. An
+participating sites change, an `Exchange` for each one of `og.LocalSteps(quorum=...)`, and a `Drift`
+for each exchange to which a check of `og.OnDrift` has led. An
 `Evaluation` comes from `session.log_eval`, a `Disclosure` whenever
 other sites can learn something else from this site. An `End` comes when the session is detached or
 its program ends.
@@ -307,6 +308,29 @@ class Exchange:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Drift:
+    """A check of `og.OnDrift` after which all sites exchange.
+
+    Recorders receive it whatever their `every`, from every site alike. A drift of replicas is a
+    `Mishap`.
+
+    Attributes:
+        rank: rank of this site.
+        step: synchronised steps before the exchange.
+        time: seconds since 1970.
+        checks: checks since the last exchange, this one included.
+        sites: sites whose detectors saw drift, by name, or as "site 0" where sites have no names;
+            none if the exchange came by `most` alone.
+    """
+
+    rank: int
+    step: int
+    time: float
+    checks: int
+    sites: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """Result of the model on rows that a site has held out, from `session.log_eval`.
 
@@ -435,6 +459,7 @@ Event = (
     | Trial
     | Change
     | Exchange
+    | Drift
     | Privacy
     | End
 )

@@ -57,8 +57,8 @@ class FailedBackward:
 class BackwardListener(Protocol):
     """Receives events of backwards that leave gradients in parameters, maybe of another model."""
 
-    def on_backward(self) -> None:
-        """Called before a backward begins in this thread; not for a nested one."""
+    def on_backward(self, outputs: Sequence[Any]) -> None:
+        """Called before a backward of these outputs begins in this thread; not for a nested one."""
         ...
 
     def on_failed_backward(self, failed: FailedBackward) -> None:
@@ -92,7 +92,7 @@ def _telling(run: Callable[..., Any]) -> Callable[..., Any]:
         began = next(_ORDER)
         leaves_gradients = kwargs.get("accumulate_grad") and current_task() == NO_TASK
         if leaves_gradients:
-            _announce()
+            _announce(outputs)
         try:
             return run(outputs, *args, **kwargs)
         except BaseException:
@@ -107,9 +107,9 @@ def _telling(run: Callable[..., Any]) -> Callable[..., Any]:
 
 # The loops over listeners are functions of their own, so that no local variable keeps a listener
 # alive: not while the backward runs, which may wait for other sites, nor in an error's traceback.
-def _announce() -> None:
+def _announce(outputs: Sequence[Any]) -> None:
     for listener in _listeners():
-        listener.on_backward()
+        listener.on_backward(outputs)
 
 
 def _tell(failed: FailedBackward) -> None:

@@ -21,6 +21,7 @@ REQUIREMENTS = {
     "plotly": "plotly>=6.0",
     "psutil": "psutil>=5.9",
     "rich": "rich>=13",
+    "river": "river>=0.22",
     "seaborn": "seaborn>=0.13",
     "sklearn": "scikit-learn>=1.4",
     "tensorboard": "tensorboard>=2.15",

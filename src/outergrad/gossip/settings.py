@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from outergrad.drift.on_drift import OnDrift
 from outergrad.gossip.ends import GossipMethod, Whole
 from outergrad.gossip.graphs import Graph, graph_of
 from outergrad.gossip.push import SparsePush
@@ -73,6 +74,11 @@ class Gossip:
             TypeError: the graph or the method is none.
         """
         object.__setattr__(self, "graph", graph_of(self.graph))
+        if isinstance(self.every, OnDrift):
+            raise ValueError(
+                "Gossip: every=og.OnDrift(...) needs a vote of all sites, which neighbours alone "
+                "do not have: use a whole number, or og.LocalSteps(og.OnDrift(...))"
+            )
         for name in ("every", "rounds"):
             value = getattr(self, name)
             require(type(value) is int and value >= 1, self, name, "a whole number, 1 or more")

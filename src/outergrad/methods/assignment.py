@@ -9,6 +9,7 @@ from outergrad.core.choosing import Chooser
 from outergrad.core.compressor import Compressor
 from outergrad.core.protocols import Method, Policy
 from outergrad.core.types import Unit
+from outergrad.drift.on_drift import OnDrift
 from outergrad.methods.common import is_method
 from outergrad.methods.dense import DenseCompressor
 from outergrad.methods.per_layer import Local, PerLayer
@@ -94,8 +95,8 @@ class Assignment:
         """True if the parameter stays on each site and is not shared."""
         return isinstance(self._methods[name], Local)
 
-    def every(self, name: str) -> int:
-        """Returns k: the parameter is shared at every k-th synchronised backward pass."""
+    def every(self, name: str) -> int | OnDrift:
+        """Returns k, the parameter being shared at every k-th synchronised backward; or a drift."""
         return getattr(self._methods[name], "every", 1)
 
     def takes_plain(self, name: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_type_hints
 from outergrad.core.coding import Codecs, Wire, nbytes, stacked
 from outergrad.core.cost import CostModel
 from outergrad.core.types import Factors, Route, Slot, Unit, overlapping
+from outergrad.drift.on_drift import OnDrift
 
 FLOAT_BYTES = 4
 """Bytes of a number that is not encoded: routes are compared as if all numbers were float32."""
@@ -73,6 +74,7 @@ _PLAIN: Mapping[type, tuple[type, str]] = {
     int: (Integral, "a whole number"),
     float: (Real, "a number"),
     NoneType: (NoneType, "None"),
+    OnDrift: (OnDrift, "og.OnDrift(...)"),
 }
 """Annotations of settings that are checked: the accepted type, and what an error asks for."""
 
@@ -94,7 +96,8 @@ class Settings:
         """
         for name, value in list(vars(self).items()):
             self._check_type(name, value)
-            require(name not in _LEAST or value >= 1, self, name, _LEAST.get(name, ""))
+            if name in _LEAST:
+                require(_is_1_or_more(value), self, name, _LEAST[name])
             if name in ("wire", "vectors"):
                 object.__setattr__(self, name, self._stacked(name, value))
 
@@ -120,6 +123,10 @@ class Settings:
             if field.name == always or getattr(self, field.name) != field.default
         ]
         return f"{type(self).__name__}({', '.join(told)})"
+
+
+def _is_1_or_more(value: Any) -> bool:
+    return isinstance(value, OnDrift) or value >= 1
 
 
 @cache

@@ -13,6 +13,7 @@ from outergrad.core.coding import Wire, stacked
 from outergrad.core.compressor import Compressor
 from outergrad.core.payload import CANONICAL_ROWS, FACTOR_ROWS
 from outergrad.core.types import Factors, Gradient, Part, Route, Slot, Unit
+from outergrad.drift.on_drift import OnDrift
 from outergrad.linalg.outer import row_sum
 from outergrad.linalg.power import canonical
 from outergrad.methods.common import (
@@ -46,14 +47,15 @@ class DAD(Settings):
         wire: Codecs of `og.wire` for the rows: fewer bytes, at a loss that is not made up for
             later. Bias gradients and ids are not encoded.
         every: k: gradients are shared at every k-th synchronised backward pass only. Until then
-            each site sums up its gradients; their mean is shared (docs/methods.md).
+            each site sums up its gradients; their mean is shared (docs/methods.md). Or
+            `og.OnDrift(...)`: whenever a site's data drift.
     """
 
     always: bool = False
     reveal: Literal["gradient", "activations"] = "gradient"
     bucket_bytes: int = 1 << 18
     wire: Wire = ()
-    every: int = 1
+    every: int | OnDrift = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,6 +9,7 @@ from outergrad.core.compressor import Compressor
 from outergrad.core.payload import Payload
 from outergrad.core.reasons import Why
 from outergrad.core.types import Part, Route, Slot, Unit
+from outergrad.drift.on_drift import OnDrift
 from outergrad.methods.common import Settings
 
 
@@ -20,10 +21,11 @@ class Dense(Settings):
 
     Attributes:
         every: k: gradients are shared at every k-th synchronised backward pass only. Until then
-            each site sums up its gradients; their mean is shared (docs/methods.md).
+            each site sums up its gradients; their mean is shared (docs/methods.md). Or
+            `og.OnDrift(...)`: whenever a site's data drift.
     """
 
-    every: int = 1
+    every: int | OnDrift = 1
 
     def compressor(self) -> None:
         """Returns None: no parameter needs a compressor."""

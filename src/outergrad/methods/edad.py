@@ -7,6 +7,7 @@ from typing import Literal
 
 from outergrad.core.blocks import Replays
 from outergrad.core.coding import Wire
+from outergrad.drift.on_drift import OnDrift
 from outergrad.methods.common import Settings, require
 from outergrad.methods.dad import DAD, DADCompressor
 
@@ -37,8 +38,9 @@ class EDAD(Settings):
         wire: Codecs of `og.wire` for activations and deltas: fewer bytes, at a loss that is not
             made up for later.
         every: k: gradients are shared at every k-th synchronised backward pass only. Until then
-            each site sums up its gradients; their mean is shared (docs/methods.md). Above 1 nothing
-            is computed again: rows are kept, and travel as with `DAD`.
+            each site sums up its gradients; their mean is shared (docs/methods.md). Or
+            `og.OnDrift(...)`: whenever a site's data drift. Above 1 nothing is computed again: rows
+            are kept, and travel as with `DAD`.
         bucket_bytes: Payload of one message, bytes, before the next layer opens another.
     """
 
@@ -46,7 +48,7 @@ class EDAD(Settings):
     inputs: Literal["canonical", "raw"] = "canonical"
     always: bool = False
     wire: Wire = ()
-    every: int = 1
+    every: int | OnDrift = 1
     bucket_bytes: int = 1 << 18
 
     def __post_init__(self) -> None:
@@ -67,7 +69,7 @@ class EDAD(Settings):
             every=self.every,
             bucket_bytes=self.bucket_bytes,
         )
-        if self.every > 1:
+        if self.every != 1:
             return DADCompressor(rows)
         blocks = tuple(self.blocks)
         replays = Replays(blocks=blocks, chains=True, recurrent=True, raw_inputs=raw)

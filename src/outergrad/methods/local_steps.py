@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from outergrad.core.protocols import Method
+from outergrad.drift.on_drift import OnDrift
 from outergrad.methods.common import is_method, require
 from outergrad.methods.dense import Dense
 from outergrad.methods.per_layer import PerLayer
@@ -55,7 +56,8 @@ class LocalSteps:
     al., arXiv 2501.18512, algorithm 2).
 
     Attributes:
-        k: Steps of the optimizer between two exchanges (H in DiLoCo).
+        k: Steps of the optimizer between two exchanges (H in DiLoCo); or `og.OnDrift(...)`, to
+            exchange whenever a site's data drift.
         outer: Makes the outer optimizer of a list of parameters, alike on all sites; if None it is
             SGD with a learning rate of 1, which makes the weights their mean. `og.nesterov` is
             DiLoCo's. It is also called with a list of one parameter, to check it.
@@ -82,7 +84,7 @@ class LocalSteps:
         grace: Seconds that a quorum waits for late sites, with `quorum`.
     """
 
-    k: int
+    k: int | OnDrift
     outer: Outer | None = field(default=None, kw_only=True)
     method: Method | PerLayer = field(default=Dense(), kw_only=True)
     stream: int = field(default=1, kw_only=True)
@@ -93,7 +95,9 @@ class LocalSteps:
     grace: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        require(type(self.k) is int and self.k >= 1, self, "k", "a whole number, 1 or more")
+        whole = type(self.k) is int and self.k >= 1
+        remedy = "a whole number, 1 or more, or og.OnDrift(...)"
+        require(whole or isinstance(self.k, OnDrift), self, "k", remedy)
         self._check_turns()
         self._check_quorum()
         _described(self._outer)
@@ -113,15 +117,26 @@ class LocalSteps:
             )
 
     def _check_turns(self) -> None:
+        if isinstance(self.k, OnDrift):
+            self._check_drift()
         whole = type(self.stream) is int and self.stream >= 1
         remedy = f"a whole number, 1 or more, that divides k={self.k}"
-        require(whole and self.k % self.stream == 0, self, "stream", remedy)
+        require(whole and self.fewest % self.stream == 0, self, "stream", remedy)
         fits = type(self.overlap) is int and 0 <= self.overlap < self.period
         remedy = f"a whole number, 0 or more and less than k / stream = {self.period}"
         require(fits, self, "overlap", remedy)
         number = self.alpha is None or type(self.alpha) in (int, float)
         require(number and 0 <= self.kept < 1, self, "alpha", "0 or more and less than 1")
         require(type(self.error_reset) is bool, self, "error_reset", "True or False")
+
+    def _check_drift(self) -> None:
+        own = {"stream": self.stream != 1, "overlap": self.overlap != 0}
+        own |= {"quorum": self.quorum is not None}
+        for name in [name for name, is_set in own.items() if is_set]:
+            raise ValueError(
+                f"LocalSteps: k=OnDrift(...) does not go with {name}={getattr(self, name)}: all "
+                f"sites exchange the whole model at the drift; leave {name} out"
+            )
 
     def _check_quorum(self) -> None:
         whole = type(self.quorum) is int and self.quorum >= 1
@@ -148,9 +163,21 @@ class LocalSteps:
         return self.quorum if isinstance(self.quorum, int) else math.ceil(self.quorum * sites)
 
     @property
+    def fewest(self) -> int:
+        """Fewest steps between two exchanges of the same weights."""
+        return self.k.check if isinstance(self.k, OnDrift) else self.k
+
+    @property
+    def often(self) -> str:
+        """Says in words when sites exchange."""
+        if isinstance(self.k, OnDrift):
+            return self.k.often
+        return "every step" if self.k == 1 else f"every {self.k} steps"
+
+    @property
     def period(self) -> int:
-        """Steps from the exchange of one fragment to that of the next."""
-        return self.k // self.stream
+        """Fewest steps from the exchange of one fragment to that of the next."""
+        return self.fewest // self.stream
 
     @property
     def kept(self) -> float:

@@ -57,7 +57,7 @@ class PerLayer:
                     f"og.Dense(), og.Local(), ..., and og.LocalSteps(k, method=og.PerLayer(...)) "
                     f"around the whole"
                 )
-        if self.joint and any(getattr(m, "every", 1) > 1 for m in self.methods.values()):
+        if self.joint and any(getattr(m, "every", 1) != 1 for m in self.methods.values()):
             raise ValueError("PerLayer: joint=True averages in every backward: leave every=1")
         if self.joint and Local() not in self.methods.values():
             raise ValueError("PerLayer: joint=True; give some pattern the method og.Local()")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outergrad.core.coding import Wire, drops, stacked
+from outergrad.drift.on_drift import OnDrift
 from outergrad.methods.common import Settings, require
 from outergrad.methods.low_rank.compressor import LowRankCompressor
 from outergrad.methods.low_rank.settings import LowRankSettings
@@ -31,7 +32,8 @@ class PowerSGD(Settings):
             as the hook's `min_compression_rate`.
         bucket_bytes: Payload of one message, bytes, before the next layer opens another.
         every: k: gradients are shared at every k-th synchronised backward pass only. Until then
-            each site sums up its gradients; their mean is shared (docs/methods.md).
+            each site sums up its gradients; their mean is shared (docs/methods.md). Or
+            `og.OnDrift(...)`: whenever a site's data drift.
     """
 
     rank: int = 1
@@ -39,7 +41,7 @@ class PowerSGD(Settings):
     wire: Wire = ()
     min_ratio: float = 2.0
     bucket_bytes: int = 1 << 16
-    every: int = 1
+    every: int | OnDrift = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

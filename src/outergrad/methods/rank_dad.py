@@ -63,7 +63,8 @@ class RankDAD(LowRankSettings):
         bucket_bytes: Payload of one message, bytes, before the next layer opens another: small,
             because triplets are small, and those that are sent early need not be waited for.
         every: k: gradients are shared at every k-th synchronised backward pass only. Until then
-            each site sums up its gradients; their mean is shared (docs/methods.md).
+            each site sums up its gradients; their mean is shared (docs/methods.md). Or
+            `og.OnDrift(...)`: whenever a site's data drift.
     """
 
     def compressor(self) -> LowRankCompressor:

@@ -28,6 +28,7 @@ from outergrad.core.types import (
     Unit,
     place_name,
 )
+from outergrad.drift.on_drift import OnDrift
 from outergrad.linalg.finite import is_finite
 from outergrad.linalg.outer import formed, widened
 from outergrad.linalg.projections import OnEntries
@@ -99,7 +100,8 @@ class Sparse(Settings):
         always: Sends entries even where the dense gradient is fewer bytes.
         bucket_bytes: Payload of one message, bytes, before the next layer opens another.
         every: k: gradients are shared at every k-th synchronised backward pass only. Until then
-            each site sums up its gradients; their mean is shared (docs/methods.md).
+            each site sums up its gradients; their mean is shared (docs/methods.md). Or
+            `og.OnDrift(...)`: whenever a site's data drift.
     """
 
     density: float = 0.01
@@ -114,7 +116,7 @@ class Sparse(Settings):
     reduce: Literal["gather", "two_way"] = "gather"
     always: bool = False
     bucket_bytes: int = 1 << 16
-    every: int = 1
+    every: int | OnDrift = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -131,6 +131,9 @@ class Stats:
             `og.Gossip` the neighbours that were heard.
         private_steps: steps that the ledger of `og.Private` has counted, discarded ones included;
             0 without a ledger.
+        drift_exchanges: exchanges so far to which a check of `og.OnDrift` has led; else 0.
+        drifted: sites whose detectors saw drift at the last of these, by name, or as "site 0"; none
+            if it came by `most` alone.
         neighbour_distance: with `og.Gossip`, root mean square over the neighbours heard of the
             Euclidean distance between this site's weights and theirs, before the last exchange
             moved them, as far as its letters told of it; else 0.
@@ -148,10 +151,16 @@ class Stats:
     took_part: tuple[str, ...] = ()
     private_steps: int = 0
     neighbour_distance: float = 0.0
+    drift_exchanges: int = 0
+    drifted: tuple[str, ...] = ()
 
     def counted(self, steps: int) -> Stats:
         """Returns the same, with so many steps in the ledger of privacy."""
         return replace(self, private_steps=steps)
+
+    def drifting(self, exchanges: int, sites: tuple[str, ...]) -> Stats:
+        """Returns the same, with so many exchanges on drift, the last on that of these sites."""
+        return replace(self, drift_exchanges=exchanges, drifted=sites)
 
 
 class Since:

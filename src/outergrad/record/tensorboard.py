@@ -9,7 +9,18 @@ import numpy as np
 
 from outergrad.core.packages import how_to_install
 from outergrad.core.run_figures import about, figures
-from outergrad.events import Change, Disclosure, End, Event, Exchange, Layer, Mishap, Run, Trial
+from outergrad.events import (
+    Change,
+    Disclosure,
+    Drift,
+    End,
+    Event,
+    Exchange,
+    Layer,
+    Mishap,
+    Run,
+    Trial,
+)
 from outergrad.record.recorders import checked
 
 if TYPE_CHECKING:
@@ -77,6 +88,8 @@ class TensorBoard:
         elif isinstance(event, Exchange) and event.late:
             about = f"{event.number}: without {', '.join(event.late)}"
             writer.add_text("exchange", about, event.step)
+        elif isinstance(event, Drift):
+            writer.add_text("drift", ", ".join(event.sites) or "no site: by most", event.step)
 
     def close(self) -> None:
         """Writes the rest and closes the file; a later event opens a new one."""

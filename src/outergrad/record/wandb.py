@@ -6,7 +6,18 @@ import math
 from typing import Any
 
 from outergrad.core.run_figures import GROUPS, about, figures
-from outergrad.events import Change, Disclosure, End, Event, Exchange, Layer, Run, Scalars, Step
+from outergrad.events import (
+    Change,
+    Disclosure,
+    Drift,
+    End,
+    Event,
+    Exchange,
+    Layer,
+    Run,
+    Scalars,
+    Step,
+)
 from outergrad.record.recorders import checked
 
 AXIS = "outergrad/step"
@@ -52,7 +63,7 @@ class WandB:
         elif isinstance(event, Layer):
             self._layers[f"travels/{event.layer}"] = event.travels
             self._layers.update(figures(event))
-        elif not isinstance(event, End | Change | Disclosure | Exchange):
+        elif not isinstance(event, End | Change | Disclosure | Drift | Exchange):
             self._log(event)
 
     def close(self) -> None:

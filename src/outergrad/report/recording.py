@@ -14,6 +14,7 @@ from outergrad.core.run_figures import first_again
 from outergrad.events import (
     Change,
     Disclosure,
+    Drift,
     Evaluation,
     Event,
     Exchange,
@@ -39,6 +40,7 @@ class File:
 
     Attributes:
         name: file name.
+        drifts: exchanges that a check of `og.OnDrift` has led to, one row per site.
         problems: lines of text about what could not be read so far.
     """
 
@@ -172,6 +174,7 @@ class Recording:
     trials: DataFrame
     changes: DataFrame
     exchanges: DataFrame
+    drifts: DataFrame
     privacy: DataFrame
     problems: tuple[str, ...]
     ended: bool
@@ -264,7 +267,7 @@ def _tables(by_site: dict[int, tuple[str, list[Entry]]]) -> dict[str, DataFrame]
     events = [event for _, found in by_site.values() for event in found]
     tables = {
         f"{kind.__name__.lower()}s": _table(kind, events)
-        for kind in (Run, Step, Evaluation, Disclosure, Mishap, Trial, Change, Exchange)
+        for kind in (Run, Step, Evaluation, Disclosure, Mishap, Trial, Change, Exchange, Drift)
     }
     layers = _table(Layer, events)
     layers["discarded_energy"] = layers["relative_error"] ** 2

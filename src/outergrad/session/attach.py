@@ -46,6 +46,7 @@ from outergrad.session.capable import refuse_incapable, transport_lines
 from outergrad.session.choosing import measured_flops
 from outergrad.session.description import describe
 from outergrad.session.drift import checksums
+from outergrad.session.drift_checks import drift_of
 from outergrad.session.elastic import refuse_to_go_on
 from outergrad.session.farewell import say_farewell
 from outergrad.session.gossip_checks import is_gossip, refuse_gossip
@@ -191,7 +192,7 @@ def distribute(
         goes_on = comm.min_sites is not None
         method, not_auto = usual_method(mesh=mesh, transform=transform, goes_on=goes_on)
     refuse_lost(comm.key)
-    inspection, recorders = None, ()
+    inspection, recorders, data_drift = None, (), None
     try:
         if error is not None:
             raise error
@@ -230,6 +231,7 @@ def distribute(
         check_settings(inspection.every, weighting, buffers, verify_every, on_drift)
         refuse_to_go_on(comm, method, inspection)
         refuse_quorum(method, comm, transform=transform, max_bad_steps=max_bad_steps)
+        data_drift = drift_of(method, inspection, mesh=mesh, transform=transform, tap=tap)
     except (ValueError, TypeError) as raised:
         error = raised
     # Other sessions of the transport have to be in step before this one sends anything on it.
@@ -271,6 +273,7 @@ def distribute(
         transform=transform,
         origin=origin_of(model) if recorders else {},
         tap=guarded if guarded is not None and guarded.follows_steps else None,
+        drift=data_drift,
     )
     with _all_or_nothing(model, comm):
         session = topology.session(inspection, agreed, settings, method)
@@ -375,7 +378,7 @@ def _tapped(model: nn.Module, method: object, session: Session, settings: Settin
         model=model,
         weights=session.shared,
         method=settings.method,
-        local_steps=method.k if isinstance(method, LocalSteps) else None,
+        local_steps=method.fewest if isinstance(method, LocalSteps) else None,
         site=comm.rank,
         sites=comm.world_size,
         transform="" if settings.transform is None else repr(settings.transform),

@@ -230,7 +230,7 @@ def refuse_to_go_on(comm: Comm, method: Any, inspection: Inspection) -> None:
         why = "with LocalSteps sites differ between two exchanges"
     elif inspection.compressors.chooser is not None:
         why = "og.Auto goes by times that a site may not have heard: name a method, as og.DAD()"
-    elif any(k > 1 for k in inspection.every.values()):
+    elif any(k != 1 for k in inspection.every.values()):
         why = "with every=k sites may differ in how many passes they count: use every=1"
     if why:
         raise ValueError(f"og.Star(when_lost='go on') does not go with method={method!r}: {why}")

@@ -23,6 +23,7 @@ from outergrad.messages.raw import has_elements
 from outergrad.planning.plan import Planner
 from outergrad.replay.block_message import Blocks
 from outergrad.session.attendance import Attendance
+from outergrad.session.data_drift import DataDrift
 from outergrad.session.inspect import Inspection
 from outergrad.session.made_equal import ReplicaState
 from outergrad.session.membership import Membership
@@ -68,6 +69,7 @@ class Exchange:
         next_forward: says what layers do in the next forward.
         blocks: blocks that are computed again.
         accumulator: keeps gradients that are not due.
+        drift: says when data have drifted; None if no exchange waits for that.
         cadence: says which parameters a backward shares.
         weighting: how much this site's gradient counts.
         buffers: how buffers are shared.
@@ -113,7 +115,8 @@ class Exchange:
         self.blocks = Blocks()
         self.header_builder = HeaderBuilder(model, at.number, at.comm, self.blocks)
         self.planner = ranks.planner(inspection, whole)
-        self.cadence = Cadence(self.whole, inspection.every, self.accumulator)
+        self.drift = None if settings.drift is None else DataDrift(settings.drift, at, reporter)
+        self.cadence = Cadence(self.whole, inspection.every, self.accumulator, self.drift)
         needs_units = getattr(transform, "needs_units", False)
         self.units = Units() if needs_units else None
         self.passes = Passes() if needs_units else None

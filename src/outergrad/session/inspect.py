@@ -17,6 +17,7 @@ from outergrad.core.compressor import Compressor
 from outergrad.core.model import Compressors, Model
 from outergrad.core.protocols import Rule, Rules
 from outergrad.core.types import Slot
+from outergrad.drift.on_drift import OnDrift
 from outergrad.layers import rule_for
 from outergrad.layers.by_sample import with_bare
 from outergrad.layers.embedding import MAX_NORM_REFUSED, SPARSE_REFUSED
@@ -60,7 +61,8 @@ class Inspection:
         local: parameters that each site keeps to itself.
         local_buffers: names of buffers that each site keeps to itself.
         joint_parts: modules whose outputs' deltas are averaged over the sites, by name.
-        every: k of each trained parameter, which travels at every k-th synchronised backward.
+        every: k of each trained parameter, which travels at every k-th synchronised backward, or
+            the drift on which it does.
         watch: tells whether the model has changed since.
         norms_over_sites: names of `SyncBatchNorm`s, whose forward is a collective of all sites.
     """
@@ -73,7 +75,7 @@ class Inspection:
     local: dict[str, nn.Parameter]
     local_buffers: frozenset[str]
     joint_parts: dict[str, nn.Module]
-    every: dict[str, int]
+    every: dict[str, int | OnDrift]
     watch: ModelWatch
     norms_over_sites: tuple[str, ...] = ()
 

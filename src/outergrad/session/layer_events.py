@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,13 +28,14 @@ class LayerEvents:
         rank: this site.
         model: what is shared.
         compressors: of the model's units.
-        every: per parameter, the number of passes over which its gradient is a mean.
+        passes_of: returns the number of passes over which a parameter's gradient is a mean.
     """
 
     def __init__(
-        self, rank: int, model: Model, compressors: Compressors, every: Mapping[str, int]
+        self, rank: int, model: Model, compressors: Compressors, passes_of: Callable[[str], int]
     ) -> None:
-        self._rank, self._model, self._compressors, self._every = rank, model, compressors, every
+        self._rank, self._model, self._compressors = rank, model, compressors
+        self._passes_of = passes_of
 
     def alone(self, step: int, reading: Reading) -> Iterator[Layer]:
         """Yields the events of a single site's step, in which nothing travels."""
@@ -80,7 +81,7 @@ class LayerEvents:
             header.step,
             name,
             layer,
-            _mean_over(self._every.get(next(iter(params), name), 1), found),
+            _mean_over(self._passes_of(next(iter(params), name)), found),
             rows=max((use.rows for use in uses), default=0) if by_rows else 0,
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -230,6 +231,8 @@ class BackwardLoop:
         self.refuse(self.guard.at_begin(used))
         self._tentative.begin()
         written = set(self._past_autograd.written()) - self._exchange.unshared
+        if self._exchange.drift is not None:
+            self._exchange.drift.note_loss()
         if self.synchronise:
             step, due_parts = self._exchange.synchronised(task, used)
         else:
@@ -411,7 +414,7 @@ class BackwardLoop:
             self._at.group.untold = None  # the loop knows that this step is void
             self._close_and_note(step)
 
-    def on_backward(self) -> None:
+    def on_backward(self, outputs: Sequence[Any]) -> None:
         """Notes the state of gradients before autograd runs."""
         if self.guard.is_here:
             self._past_autograd.called(looks=self._at.stats.step % LOOKS_EVERY < LOOKS)
@@ -429,8 +432,12 @@ class BackwardLoop:
         nodes = failed.nodes()
         if not any(watched.node in nodes for watched in self.watched.values()):
             return
+        if exchange.drift is not None:  # in this pass the others wait for this site's vote
+            self._elastic.require_group()
+            exchange.drift.note_loss()
         before = exchange.accumulator.take(set())
-        share = exchange.cadence.due_parts(NO_TASK, set(), before, rows=True).due
+        with self._failure.guard():
+            share = exchange.cadence.due_parts(NO_TASK, set(), before, rows=True).due
         exchange.forget_pass(None)
         if share is not None:
             points = [] if exchange.joint is None else exchange.joint.points_in(nodes)

@@ -62,6 +62,7 @@ class OuterSteps:
         self._exchange, self._at, self._running = core.exchange, core.at, core.running
         self._ranks = core.ranks
         self._failure, self._elastic, self._loop = failure, elastic, loop
+        self._drift = core.exchange.drift
         self.optimizer = method.optimizer(list(start.values()))
         self.counter = StepCounter(held, method.period)
         self._under_way: Fragment | None = None
@@ -159,6 +160,8 @@ class OuterSteps:
             self.send(overlaps=False, whole=whole)
             self.apply(ends=True)
         self.counter.restart()
+        if self._drift is not None:
+            self._drift.restart()
 
     def stepped(self, holder: str) -> bool:
         """Counts a step of this site's own; returns whether an exchange was applied after it.
@@ -171,12 +174,23 @@ class OuterSteps:
         applied = False
         if self.counter.reached(self._method.overlap):
             applied = self.apply()
-        if self.counter.due:
+        if self._is_due():
             self.count_samples()
             self.send(overlaps=self._method.overlap > 0)
             if not self._method.overlap:
                 applied = self.apply()
         return applied
+
+    def _is_due(self) -> bool:
+        """True if the sites are to exchange after this step, as they ask each other on drift."""
+        if self._drift is None:
+            return self.counter.due
+        if not self.counter.reached(self._drift.next_check):
+            return False
+        self._elastic.require_group()
+        with self._failure.guard_between("the other sites' word on whether their data drifted"):
+            return self._drift.agrees()
+        return False  # the transport has failed, and the next exchange says so
 
     def end(self) -> Exception | None:
         """Ends the exchanges; returns the error of the last one, which is not applied."""
@@ -257,6 +271,8 @@ class OuterSteps:
         self._fragments.pass_on()
         if not then:
             self.counter.restart()
+        if self._drift is not None:
+            self._drift.restart()
 
     def _owed(self) -> Mapping[str, Tensor]:
         """Returns the residuals: what this site has not sent of the fragment's changes, by name."""

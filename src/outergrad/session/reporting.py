@@ -24,6 +24,7 @@ from outergrad.core.types import Slot
 from outergrad.events import (
     Change,
     Disclosure,
+    Drift,
     End,
     Evaluation,
     Event,
@@ -58,7 +59,7 @@ class Reporter:
         method: the method, as text.
         model: what is shared.
         compressors: of the model's units.
-        every: per parameter, the number of passes over which its gradient is a mean.
+        passes_of: returns the number of passes over which a parameter's gradient is a mean.
         about: further fields of `events.Run`.
         coverage: says what other sites can learn of each parameter.
     """
@@ -71,7 +72,7 @@ class Reporter:
         method: str,
         model: Model,
         compressors: Compressors,
-        every: Mapping[str, int],
+        passes_of: Callable[[str], int],
         about: Mapping[str, Any],
         coverage: Callable[[], Coverage],
     ) -> None:
@@ -79,7 +80,7 @@ class Reporter:
         self._learn: dict[str, tuple[str, ...]] = {}
         self._clients = [Client(recorder) for recorder in recorders]
         self._rank, self._sites, self._method = rank, sites, method
-        self._model, self._layers = model, LayerEvents(rank, model, compressors, every)
+        self._model, self._layers = model, LayerEvents(rank, model, compressors, passes_of)
         self._told_s, self._steps = 0.0, 0
         self._late: tuple[str, ...] = ()
         self._noise = RecentNoise()
@@ -219,6 +220,11 @@ class Reporter:
         """Reports who took part in an exchange with a quorum, at once and whatever `every` is."""
         about = {"number": number, "took_part": took_part, "late": late}
         self._tell_everybody(Exchange(rank=self._rank, step=step, time=time.time(), **about))
+
+    def drift(self, step: int, checks: int, sites: tuple[str, ...]) -> None:
+        """Reports an exchange to which a check has led, at once and whatever `every` is."""
+        about = {"step": step, "checks": checks, "sites": sites}
+        self._tell_everybody(Drift(rank=self._rank, time=time.time(), **about))
 
     def take_part(self, comm: Comm) -> None:
         """Notes the names of the sites that take part from now on."""

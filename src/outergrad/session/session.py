@@ -100,7 +100,7 @@ class Session:
         self._layers: Mapping[str, Layer] = {}
         self._at = at = Membership(comm, fingerprint)
         model, compressors = inspection.model, inspection.compressors
-        about = (settings.method, model, compressors, inspection.every)
+        about = (settings.method, model, compressors, self._passes_of)
         sites, told = (ranks.number, ranks.count), described(settings, comm)
         reporter = Reporter(settings.recorders, *sites, *about, told, self.coverage)
         self._reporter = reporter
@@ -170,6 +170,8 @@ class Session:
             listen_to_backwards(self._loop)
         if self._ranks.watches_backwards and self._exchange.batch is not None:
             self._exchange.batch.watch(model)
+        if self._exchange.drift is not None:
+            self._exchange.drift.watch(dict(model.named_parameters()))
 
     def take(self, found: Handover) -> None:
         """Takes the state of training from the sites that were there before."""
@@ -196,6 +198,9 @@ class Session:
 
     def _steps(self) -> int:
         return self._at.stats.step
+
+    def _passes_of(self, name: str) -> int:
+        return self._exchange.cadence.passes_of(name)
 
     def _on_joint(self, point: Point, delta: Tensor) -> Tensor:
         return self._loop.on_joint(point, delta)
@@ -432,8 +437,9 @@ class Session:
 
     def stats(self) -> Stats:
         """Returns bytes and seconds of the last synchronised step, per layer and in total."""
-        counter = self._exchange.counter
-        return self._at.stats if counter is None else self._at.stats.counted(counter.steps)
+        counter, drift = self._exchange.counter, self._exchange.drift
+        stats = self._at.stats if counter is None else self._at.stats.counted(counter.steps)
+        return stats if drift is None else stats.drifting(drift.exchanges, drift.drifted)
 
     def privacy(self) -> PrivacySpent:
         """Returns what this session has released so far; `print(session.privacy())` shows a table.
@@ -455,6 +461,27 @@ class Session:
                 f"pass og.Private(..., ledger=og.private.Ledger(delta), sampling=loader)"
             )
         return exchange.counter.spent(tuple(exchange.local))
+
+    def observe(self, values: Any) -> None:
+        """Gives `og.OnDrift(..., of="observed")` what its detector listens to at this site.
+
+        Call it in every step, before the optimizer's, and with a method of gradients before
+        backward: with the largest probability of each row, a loss, a mean of a layer. Nothing of
+        it is sent but a byte at each check, which says whether the detector sees drift.
+
+        Args:
+            values: finite numbers, in their order: one, or a tensor, array or list of them.
+
+        Raises:
+            RuntimeError: the session does not listen to what is observed.
+            TypeError: the values are no numbers.
+        """
+        if self._exchange.drift is None:
+            raise RuntimeError(
+                "session.observe(): no exchange waits for a drift of data: pass "
+                "og.OnDrift(..., of='observed') as k of og.LocalSteps, or as every= of a method"
+            )
+        self._exchange.drift.observe(values)
 
     def log(self, **values: float) -> None:
         """Sends values of the training loop to the recorders, as `log(loss=loss.item())`.
@@ -537,6 +564,8 @@ class Session:
         progress = Progress(step, tap_next, has_grad)
         state = saved(exchange.owner, progress, exchange.compressors.states())
         more = {"cadence": exchange.cadence.state(), "samples": exchange.weighting.state()}
+        if exchange.drift is not None:
+            more["drift"] = exchange.drift.state()
         return {**state, **more, **self._ranks.state(), **self._updates.state()}
 
     def load_state_dict(self, state: StateDict | Sequence[StateDict]) -> None:
@@ -573,6 +602,8 @@ class Session:
         exchange.cadence.load(state, at.comm.rank, at.comm.world_size)
         own = state if isinstance(state, dict) else state[at.comm.rank % len(state)]
         exchange.weighting.load(own.get("samples", {}))
+        if exchange.drift is not None:
+            exchange.drift.load(own["drift"])
         exchange.next_forward.resume(progress.tap_next)
         at.resume(progress.step)
         if exchange.counter is not None:
@@ -641,6 +672,8 @@ class Session:
         ignore_backwards(self._loop)
         if exchange.batch is not None:
             exchange.batch.remove()
+        if exchange.drift is not None:
+            exchange.drift.detach()
         self._loaded.remove()
         self._loop.guard.forget()
         exchange.weighting.remove()

@@ -10,6 +10,7 @@ from outergrad.capture.weighting import Weighting
 from outergrad.core.protocols import Recorder
 from outergrad.core.sent import StepTap
 from outergrad.core.transform import GradientTransform
+from outergrad.drift import on_drift as _data_drift
 from outergrad.session.drift import ON_DRIFT, OnDrift
 from outergrad.step import buffers as _buffers
 from outergrad.step.buffers import SharedBuffers
@@ -33,6 +34,7 @@ class Settings:
         on_drift: what to do if replicas differ.
         transform: changes this site's gradient before it travels.
         tap: listener on messages that is told of steps, too; None without one.
+        drift: how sites exchange on a drift of data; None if they do not.
         origin: class and commit of the model, for recorders; empty without them.
     """
 
@@ -47,11 +49,12 @@ class Settings:
     on_drift: OnDrift = "raise"
     transform: GradientTransform | None = None
     tap: StepTap | None = None
+    drift: _data_drift.OnDrift | None = None
     origin: Mapping[str, str] = field(default_factory=dict)
 
 
 def check_settings(
-    every: Mapping[str, int],
+    every: Mapping[str, int | _data_drift.OnDrift],
     weighting: _weighting.Kind,
     buffers: _buffers.Kind | None,
     verify_every: int | None,
@@ -60,7 +63,7 @@ def check_settings(
     """Raises for a setting that is unknown, or does not go with the model and its methods.
 
     Args:
-        every: k of each trained parameter, which travels at every k-th backward.
+        every: k of each trained parameter, which travels at every k-th backward; or its drift.
         weighting: as for `distribute`.
         buffers: as for `distribute`.
         verify_every: as for `distribute`.
@@ -74,7 +77,7 @@ def check_settings(
         _check_one_of("buffers", buffers, _buffers.KINDS)
     first_with = {k: name for name, k in every.items()}
     if weighting == "samples" and len(first_with) > 1:
-        (k, name), (other_k, other), *_ = sorted(first_with.items())
+        (k, name), (other_k, other), *_ = sorted(first_with.items(), key=lambda one: str(one[0]))
         raise ValueError(
             f"weighting='samples': {name!r} has every={k} and {other!r} every={other_k}, of which "
             f"the samples are not the same; give all methods one every="

@@ -146,7 +146,7 @@ def _of_samples(model: nn.Module, method: Any, inspection: Inspection) -> Iterat
                 f"itself"
             )
     for name, k in inspection.every.items():
-        if k > 1:
+        if k != 1:
             yield (
                 f"needs_samples, but {name!r} has every={k}, and samples are not kept over several "
                 f"passes: leave every=1"

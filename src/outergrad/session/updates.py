@@ -27,7 +27,7 @@ from outergrad.session.inspect import Inspection
 from outergrad.session.loop import BackwardLoop
 from outergrad.session.outer_steps import OuterSteps
 from outergrad.session.quorum_steps import QuorumSteps
-from outergrad.step.cadence import Share
+from outergrad.step.cadence import Share, drift_told
 
 if TYPE_CHECKING:
     from outergrad.session.session import Session
@@ -196,8 +196,9 @@ class SharedChanges(SharedGradients):
             self._quorum = QuorumSteps(outer, *own, core, failure, elastic)
         self._steps = outer if self._quorum is None else self._quorum
         told_of = (self._first_pass, self._refuse_uncounted)
-        self._uncounted = UncountedUpdates(self._trained, self._method.k, *told_of)
-        noted = self._uncounted.on_gradient
+        self._uncounted = UncountedUpdates(self._trained, self._method.fewest, *told_of)
+        self._drift = core.exchange.drift
+        noted = self._uncounted.on_gradient if self._drift is None else self._on_gradient
         self._claims = [GradientClaim(p, self, noted) for p in self._held.values()]
         listen(self)
 
@@ -253,12 +254,11 @@ class SharedChanges(SharedGradients):
         if line.parameter not in self._trained:
             return line
         why, reveals = (text.replace("gradient", "change") for text in (line.why, line.reveals))
-        k = self._method.k
-        often = "every step" if k == 1 else f"every {k} steps"
-        often += self.fragments.told(line.parameter)
+        often = self._method.often + self.fragments.told(line.parameter)
         if self._quorum is not None:
             often, reveals = f"{often}, whole where a site is late", "this site's change"
-        return replace(line, why=f"change of the weights, {often}; {why}", reveals=reveals)
+        line = replace(line, why=f"change of the weights, {often}; {why}", reveals=reveals)
+        return drift_told(line, self._method.k)
 
     def state(self) -> StateDict:
         """Returns the weights of the last exchange, the outer optimizer, and what is under way."""
@@ -340,7 +340,13 @@ class SharedChanges(SharedGradients):
             self._uncounted.exchanged(self.outer.counter.unheld)
         return applied
 
-    # -- steps that nobody counted --------------------------------------------------------------
+    # -- backward passes ------------------------------------------------------------------------
+
+    def _on_gradient(self) -> None:
+        """Notes the loss of a backward pass as well, for detectors of drift."""
+        assert self._drift is not None
+        self._uncounted.on_gradient()
+        self._drift.note_loss()
 
     def _first_pass(self) -> None:
         """Copies the weights before a first backward, in case `stepped()` counts its step."""

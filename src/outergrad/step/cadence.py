@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from outergrad.core.model import Model, part_of
 from outergrad.core.types import Slot, StateDict
+from outergrad.drift.on_drift import OnDrift
 from outergrad.planning.plan import Planner
-from outergrad.record.coverage import Coverage
+from outergrad.record.coverage import Coverage, Travel
 from outergrad.step import param_grad
 from outergrad.step.accumulator import Accumulator
 from outergrad.step.captured import Captured, CarriedOver
@@ -61,21 +63,47 @@ class DueParts:
         return any(s.weight in self.due.model.params for s in slots)
 
 
+class Agreed(Protocol):
+    """Agreement of all sites on whether the data have drifted."""
+
+    @property
+    def next_check(self) -> int:
+        """Passes from the last exchange to the next check."""
+        ...
+
+    def agrees(self) -> bool:
+        """Ends a check; True if an exchange is due."""
+        ...
+
+    def restart(self) -> None:
+        """Begins anew, with an exchange."""
+        ...
+
+
 class Cadence:
     """Counts synchronised backward passes: a method with `every=k` is due at every k-th.
 
     Args:
         whole: the whole model.
-        every: k of every parameter.
+        every: k of every parameter, or the drift on which it is due.
         kept: accumulates gradients that are not due.
+        drift: says when data have drifted; None if no parameter waits for that.
     """
 
-    def __init__(self, whole: Share, every: Mapping[str, int], kept: Accumulator) -> None:
-        self._kept = kept
+    def __init__(
+        self,
+        whole: Share,
+        every: Mapping[str, int | OnDrift],
+        kept: Accumulator,
+        drift: Agreed | None = None,
+    ) -> None:
+        self._kept, self._drift = kept, drift
         self._whole, self._every = whole, dict(every)
         self._shares = {frozenset(whole.model.params): whole}
         self.always = set(self._every.values()) <= {1}
         self.passes = 0
+        self._since_drift = self._last_stretch = 0
+        """Passes since the last exchange on drift, and those from the one before to it."""
 
     def due_parts(
         self, task: int, used: set[str], carried_over: CarriedOver, *, rows: bool
@@ -91,7 +119,9 @@ class Cadence:
         self.passes += 1
         if self.always:
             return DueParts(self._whole, used, set(), carried_over, None)
-        names = frozenset(name for name, k in self._every.items() if self.passes % k == 0)
+        drifted = self._has_drifted()
+        due_now = {k: drifted if isinstance(k, OnDrift) else self.passes % k == 0 for k in self._ks}
+        names = frozenset(name for name, k in self._every.items() if due_now[k])
         rest, due = self._every.keys() - names, self.share(names) if names else None
         later = self._keeping(task, rest, used, carried_over) if rest else None
         if due is None:
@@ -109,10 +139,30 @@ class Cadence:
         """
         if not self.always:
             for name in shared:
-                if self._every[name] > 1:
-                    param_grad.scale([self._whole.model.params[name]], 1 / self._every[name])
+                if (k := self.passes_of(name)) > 1:
+                    param_grad.scale([self._whole.model.params[name]], 1 / k)
         if due_parts.later is not None:
             due_parts.later.finish()
+
+    def passes_of(self, name: str) -> int:
+        """Returns the number of passes over which a parameter's last gradient is a mean."""
+        k = self._every.get(name, 1)
+        return self._last_stretch if isinstance(k, OnDrift) else k
+
+    @property
+    def _ks(self) -> set[int | OnDrift]:
+        return set(self._every.values())
+
+    def _has_drifted(self) -> bool:
+        """Counts a pass, and asks all sites where it is one with a check."""
+        if self._drift is None:
+            return False
+        self._since_drift += 1
+        if self._since_drift < self._drift.next_check or not self._drift.agrees():
+            return False
+        self._last_stretch, self._since_drift = self._since_drift, 0
+        self._drift.restart()
+        return True
 
     def share(self, names: frozenset[str]) -> Share:
         """Returns the part with these parameters, which has plans and headers of its own."""
@@ -131,12 +181,14 @@ class Cadence:
 
     def noted(self, lines: Coverage) -> Coverage:
         """Adds to each line how often the parameter travels, unless that is every time."""
-        often = {name: f"; every {k} steps" for name, k in self._every.items() if k > 1}
-        return Coverage(tuple(replace(v, why=v.why + often.get(v.parameter, "")) for v in lines))
+        often = {name: f"; {_often(k)}" for name, k in self._every.items() if k != 1}
+        found = (replace(v, why=v.why + often.get(v.parameter, "")) for v in lines)
+        return Coverage(tuple(drift_told(v, self._every.get(v.parameter)) for v in found))
 
     def state(self) -> StateDict:
         """Returns the number of passes, and what is kept of them."""
-        return {"passes": self.passes, **self._kept.state()}
+        passes = {"passes": self.passes, "since_drift": self._since_drift}
+        return {**passes, **self._kept.state()}
 
     def load(self, state: StateDict | Sequence[StateDict], rank: int, sites: int) -> None:
         """Restores saved states; if there are more or fewer than sites, these share them out.
@@ -151,5 +203,16 @@ class Cadence:
             mine, weight = list(state[rank::sites]), sites / len(state)
         first = state if isinstance(state, dict) else state[0]
         self.passes = first["cadence"]["passes"]
+        self._since_drift = first["cadence"].get("since_drift", 0)
         self._shares = {frozenset(self._every): self._whole}  # others predict old headers
         self._kept.load([one["cadence"] for one in mine], weight)
+
+
+def drift_told(line: Travel, k: int | OnDrift | None) -> Travel:
+    """Adds to a line of a coverage what votes on drift tell the other sites."""
+    told = f"{line.reveals}, and when its data drift"
+    return replace(line, reveals=told) if isinstance(k, OnDrift) else line
+
+
+def _often(k: int | OnDrift) -> str:
+    return k.often if isinstance(k, OnDrift) else f"every {k} steps"

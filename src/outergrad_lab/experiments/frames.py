@@ -30,6 +30,7 @@ HEADINGS = {
     "correction": "Changed images",
     "gossip": "Trainings without a centre",
     "pushing": "Push-sum",
+    "drift": "Streams that drift",
 }
 """Headings of the kinds of results."""
 
@@ -41,6 +42,8 @@ MEASURED = (
     *("loss_gap", "gap_share", "bytes_share", "steps_to", "fewer_near"),
     *("validation_loss", "hours", "line_bytes", "fewer_line", "quicker", "cut_s"),
     *("noise", "site_epsilon"),
+    *("delay", "missed", "false_alarms", "exchanges_made", "recovery"),
+    "stream_accuracy",
     *("data_back", "rows_back", "texts_back", "tokens_back", "labels_back", "members_named"),
     *("member_auc", "member_z", "false_rows", "canary_alarms"),
 )
@@ -186,7 +189,7 @@ def _final_rows(result: Result) -> Iterator[Settings]:
         case "sites":
             for method, found in result["steps"].items():
                 yield _named(result, method=method) | _only(found, *MEASURED)
-        case "iterations" | "selection" | "forward" | "correction" | "pushing":
+        case "iterations" | "selection" | "forward" | "correction" | "pushing" | "drift":
             for row in result["rows"]:
                 yield _named(result) | _only(row, *_OF_ITERATIONS, *MEASURED)
         case "gossip":

@@ -19,6 +19,7 @@ from outergrad_lab.bench.results import Timing
 from outergrad_lab.bench.run import bench
 from outergrad_lab.experiments.audited import AuditWork
 from outergrad_lab.experiments.correction import CorrectionWork
+from outergrad_lab.experiments.drift import DriftWork
 from outergrad_lab.experiments.forward import ForwardWork
 from outergrad_lab.experiments.gossip import GossipWork
 from outergrad_lab.experiments.iterations import IterationsWork
@@ -236,6 +237,7 @@ KINDS: dict[str, Callable[[Settings], Work]] = {
     "correction": partial(read, CorrectionWork),
     "gossip": partial(read, GossipWork),
     "pushing": partial(read, PushingWork),
+    "drift": partial(read, DriftWork),
 }
 """Functions that make the work of a task from its settings."""
 

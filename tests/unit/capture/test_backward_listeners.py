@@ -18,7 +18,7 @@ class Listener:
     def __init__(self) -> None:
         self.begun, self.failed = 0, list[FailedBackward]()
 
-    def on_backward(self) -> None:
+    def on_backward(self, outputs: Any) -> None:
         self.begun += 1
 
     def on_failed_backward(self, failed: FailedBackward) -> None:

@@ -8,6 +8,7 @@ from made_up_run import events, layer
 from outergrad.events import (
     Change,
     Disclosure,
+    Drift,
     End,
     Evaluation,
     Event,
@@ -71,6 +72,7 @@ EXCHANGE = Exchange(
     took_part=("hospital-a", "hospital-b"),
     late=("hospital-c",),
 )
+DRIFT = Drift(rank=1, step=11, time=1.7e9, checks=12, sites=("hospital-a",))
 PRIVACY = Privacy(
     rank=1,
     step=11,
@@ -94,6 +96,7 @@ EVENTS: dict[str, Event] = {
     "disclosure": DISCLOSURE,
     "change": CHANGE,
     "exchange": EXCHANGE,
+    "drift": DRIFT,
     "privacy": PRIVACY,
     "mishap": MISHAP,
     "trial": TRIAL,

@@ -76,6 +76,11 @@ class Auto:
                     f"Auto: {method!r} has another every= than Auto, {self.every}: give all the "
                     f"same"
                 )
+        if type(self.every) is not int:
+            raise TypeError(
+                f"Auto: every={self.every!r}: it finds its methods by the time of steps, of which "
+                f"there would be few; use a whole number, or name a method"
+            )
         if not 0 < self.looking <= 1:
             raise ValueError(f"Auto: looking={self.looking!r}; use a share above 0, as 0.01")
 

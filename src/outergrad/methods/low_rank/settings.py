@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outergrad.core.coding import Codecs, Wire, drops
 from outergrad.core.types import Gradient, Part, Route, Slot
+from outergrad.drift.on_drift import OnDrift
 from outergrad.linalg.compress import Solver
 from outergrad.methods.common import Settings, require
 
@@ -48,7 +49,7 @@ class LowRankSettings(Settings):
     vectors: Wire = ()
     min_ratio: float = 1.0
     bucket_bytes: int = 1 << 16
-    every: int = 1
+    every: int | OnDrift = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

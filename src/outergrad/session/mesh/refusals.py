@@ -42,7 +42,7 @@ def of_inspection(inspection: Inspection, *, sharded: bool, steps: bool) -> Iter
                 f"share it; give it another method"
             )
     for name, k in inspection.every.items():
-        if sharded and k > 1:
+        if sharded and k != 1:
             yield (
                 f"every={k} for {name!r} of {_SHARDED}: what FSDP2 leaves of a pass is not kept "
                 f"outside of param.grad; use session.no_sync() for the passes in between"

@@ -59,7 +59,7 @@ def method_of(name: str) -> Method:
             f"--methods {name} cannot be planned: use {', '.join(known)}, or "
             f"{' or '.join(settable)} with settings"
         )
-    if getattr(method, "every", 1) > 1:
+    if getattr(method, "every", 1) != 1:
         raise RecipeError(f"--methods {name}: leave out every: steps that exchange are planned")
     return method
 
