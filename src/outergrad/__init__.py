@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Any
 from outergrad._version import __version__
 
 if TYPE_CHECKING:
-    from outergrad import events, forward, gossip, nn, optim, private, report, transforms, wire
+    from outergrad import (
+        events,
+        forward,
+        gossip,
+        nn,
+        optim,
+        private,
+        ranks,
+        report,
+        transforms,
+        wire,
+    )
     from outergrad.checkpoint import Checkpoints, DCPState, Restored
     from outergrad.comm.process_group import TorchDistributed
     from outergrad.core.errors import (
@@ -97,6 +108,7 @@ __all__ = [
     "nn",
     "optim",
     "private",
+    "ranks",
     "report",
     "transforms",
     "wire",
@@ -138,7 +150,18 @@ _HOMES = {
     "session.session": ("Session",),
     "star.transport": ("Star",),
 }
-_MODULES = ("events", "forward", "gossip", "nn", "optim", "private", "report", "transforms", "wire")
+_MODULES = (
+    "events",
+    "forward",
+    "gossip",
+    "nn",
+    "optim",
+    "private",
+    "ranks",
+    "report",
+    "transforms",
+    "wire",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -43,14 +43,16 @@ def values_of_product(d_GNO: Tensor, a_GNI: Tensor) -> Tensor:
     return values_of_rows(d_GNO @ d_GNO.mT, a_GNI @ a_GNI.mT, most)
 
 
-def numerical_rank(matrix: Tensor) -> int:
+def numerical_rank(matrix: Tensor, rounded: torch.dtype | None = None) -> int:
     """Number of singular values above `eps max(m, n) σ₁`, the rounding error of the largest.
 
-    Computed in the matrix's own precision, at least float32. Choose it to count directions that are
-    there at all; the effective rank tells how many matter.
+    Choose it to count directions that are there at all; the effective rank tells how many matter.
 
     Args:
         matrix: (m, n), or a stack (..., m, n), of which the largest rank is returned.
+        rounded: the least exact dtype that its numbers have gone through, which has the eps; None
+            for the matrix's own. Under autocast a gradient in float32 was rounded to bfloat16, and
+            rounding alone gives it full rank.
 
     Raises:
         ValueError: it has fewer than two dimensions, or a number that is not finite.
@@ -63,5 +65,6 @@ def numerical_rank(matrix: Tensor) -> int:
         return 0
     wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     sigma = torch.linalg.svdvals(wide)
-    least = torch.finfo(matrix.dtype).eps * max(matrix.shape[-2:]) * sigma[..., :1]
+    eps = torch.finfo(matrix.dtype if rounded is None else rounded).eps
+    least = eps * max(matrix.shape[-2:]) * sigma[..., :1]
     return int((sigma > least).sum(dim=-1).max())
