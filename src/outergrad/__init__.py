@@ -18,8 +18,8 @@ if TYPE_CHECKING:
         nn,
         optim,
         private,
-        ranks,
         report,
+        spectra,
         transforms,
         wire,
     )
@@ -108,8 +108,8 @@ __all__ = [
     "nn",
     "optim",
     "private",
-    "ranks",
     "report",
+    "spectra",
     "transforms",
     "wire",
 ]
@@ -157,8 +157,8 @@ _MODULES = (
     "nn",
     "optim",
     "private",
-    "ranks",
     "report",
+    "spectra",
     "transforms",
     "wire",
 )

@@ -229,8 +229,9 @@ class _Graph:
             if node in self.nodes:
                 continue
             self.nodes.add(node)
-            if hasattr(node, "variable"):
-                self.leaves.add(id(node.variable))
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                self.leaves.add(id(leaf))
             following = [after for after, _ in node.next_functions if after is not None]
             self.times.update(following)
             left += following
