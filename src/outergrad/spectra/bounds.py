@@ -63,7 +63,7 @@ class RankBound:
 
 
 def rank_bounds(
-    model: nn.Module, *args: Any, rules: Rules = RULES, **kwargs: Any
+    model: nn.Module, *args: Any, rules: Rules | None = None, **kwargs: Any
 ) -> tuple[RankBound, ...]:
     """Returns the largest rank that the gradient of each trained matrix can have for a batch.
 
@@ -77,6 +77,7 @@ def rank_bounds(
     Choose it to see what rank to send at most (`og.RankDAD(rank=...)`), or whether a batch or a
     bottleneck makes gradients of low rank; `numerical_rank` of a gradient tells how far it is used.
     Bounds are those of one batch at one site: the mean of S sites has up to S times the rows.
+    Rows that are zeros count, as those of a recurrent layer's first state.
 
     The model is copied, and the copy called once, without backward; what a wrong kind of batch
     raises there is raised here.
@@ -84,7 +85,7 @@ def rank_bounds(
     Args:
         model: the model, distributed or not.
         *args: arguments of its forward, for a batch.
-        rules: as in `distribute`.
+        rules: as in `distribute`; by default `og.RULES`.
         **kwargs: likewise, by name.
 
     Raises:
@@ -93,7 +94,7 @@ def rank_bounds(
     own = copy.deepcopy(model)
     devices = {p.device for p in own.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices), torch.enable_grad():
-        watch = _Watch(own, rules)
+        watch = _Watch(own, RULES if rules is None else rules)
         output = own(*args, **kwargs)
     graph = _Graph(output)
     if not graph.nodes:

@@ -27,6 +27,8 @@ HEADINGS = {
     "audit": "Audits",
     "forward": "Forward gradients",
     "correction": "Changed images",
+    "autospec": "Spectra by group",
+    "rank-bounds": "Ranks and their bounds",
 }
 """Headings of the kinds of results."""
 
@@ -34,6 +36,8 @@ MEASURED = (
     *("accuracy", "auc", "test_loss", "train_loss", "sent_bytes", "total_bytes", "fewer", "gap"),
     *("step_s", "compute_s", "error", "best_error", "ratio", "kept_rank", "ms"),
     *("picked", "norm_share"),
+    *("spread", "error_correlation", "odd_ratio"),
+    *("rank_bound", "counted_rank", "whole_effective_rank"),
     *("loss_gap", "gap_share", "bytes_share", "steps_to", "fewer_near"),
     *("validation_loss", "hours", "line_bytes", "fewer_line", "quicker", "cut_s"),
     *("noise", "site_epsilon"),
@@ -182,7 +186,7 @@ def _final_rows(result: Result) -> Iterator[Settings]:
         case "sites":
             for method, found in result["steps"].items():
                 yield _named(result, method=method) | _only(found, *MEASURED)
-        case "iterations" | "selection" | "forward" | "correction":
+        case "iterations" | "selection" | "forward" | "correction" | "autospec" | "rank-bounds":
             for row in result["rows"]:
                 yield _named(result) | _only(row, *_OF_ITERATIONS, *MEASURED)
         case "audit":

@@ -103,6 +103,12 @@ QUANTITIES = {
     "norm_share": Quantity("share of the norm", "%", 1),
     "kept_rank": Quantity("rank that is kept", decimals=1),
     "effective_rank": Quantity("effective rank", decimals=1),
+    "whole_effective_rank": Quantity("effective rank", decimals=1),
+    "counted_rank": Quantity("rank", decimals=0),
+    "rank_bound": Quantity("bound of the rank", decimals=0),
+    "spread": Quantity("spread over groups", "%", 0),
+    "odd_ratio": Quantity("odd site over the others", decimals=2),
+    "error_correlation": Quantity("rank correlation with test errors", decimals=2),
     "noise": Quantity("noise multiplier", decimals=2),
     "site_epsilon": Quantity("ε against a site", decimals=2),
     "data_back": Quantity("data that came back", "%", 0),
@@ -120,6 +126,7 @@ QUANTITIES = {
 
 _SETTINGS = {
     "batch_size": "batch size",
+    "degree": "slope, steps or stride",
     "epsilon": "ε",
     "lr": "learning rate",
     "iterations": "power iterations",
