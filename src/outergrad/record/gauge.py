@@ -406,7 +406,7 @@ class Reading:
 
     @property
     def _by_rows(self) -> dict[str, SampleNorms | GroupSpectra]:
-        """What recorders ask of this site's rows, by the figure that it measures."""
+        """Measurements of this site's rows that recorders ask for, by the figure of each."""
         by = {"sample_norm": self.by_sample, "group_rows": self.by_group}
         return {figure: one for figure, one in by.items() if one is not None}
 

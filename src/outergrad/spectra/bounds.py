@@ -34,7 +34,7 @@ _SAME_ORDER = {
 
 
 class Limit(Enum):
-    """What bounds the rank of a gradient."""
+    """Cause of a bound."""
 
     ROWS = "rows"
     """Samples times positions, of all uses of the weight."""
