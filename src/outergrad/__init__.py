@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         optim,
         private,
         report,
+        spectra,
         transforms,
         wire,
     )
@@ -112,6 +113,7 @@ __all__ = [
     "optim",
     "private",
     "report",
+    "spectra",
     "transforms",
     "wire",
 ]
@@ -162,6 +164,7 @@ _MODULES = (
     "optim",
     "private",
     "report",
+    "spectra",
     "transforms",
     "wire",
 )

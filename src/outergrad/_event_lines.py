@@ -96,6 +96,10 @@ _FITS: dict[str, Check] = {
     ),
     "tuple[float, ...] | None": lambda value: value is None or _FLOATS(value),
     "Mapping[str, float]": _values(_FLOATS),
+    "Mapping[str, int] | None": lambda value: value is None or _values(_INTS)(value),
+    "Mapping[str, tuple[float, ...]] | None": lambda value: (
+        value is None or _values(lambda lists: all(map(_FLOATS, lists)))(value)
+    ),
     "Mapping[str, str] | None": lambda value: value is None or _TEXTS(value),
     "Mapping[str, tuple[str, ...]]": _values(lambda lists: all(map(_list_of(str), lists))),
     "Mapping[str, tuple[float, ...]]": _values(lambda lists: all(map(_FLOATS, lists))),

@@ -112,8 +112,18 @@ class Layer:
         outliers: numbers, within this site's batch, of the samples whose norm is above three times
             the median, the largest first, at most five.
         outlier_norms: norms of the outliers.
-        unmeasured: reasons why `duplicates` and `sample_norm` are not known where they could be,
-            by name.
+        rank_bound: largest rank that the mean gradient can have: the number of rows of all sites,
+            where these travel whole, or the layer's inputs or outputs, if that is less. Averaged
+            over several matrices, as `effective_rank` is, which it bounds.
+        group_rows: number of this site's rows by group of samples, for recorders with
+            `groups=True`. A group is a label of `session.groups`; without labels it is the site.
+        group_gradient: leading singular values of what each group's rows add to this site's
+            gradient of the weight, in falling order, at most 16. What groups add sums to the whole.
+            Source: AutoSpec, arXiv 2406.11825.
+        group_activations: likewise, of the activations of each group's rows.
+        group_deltas: likewise, of their deltas.
+        unmeasured: reasons why `duplicates`, `sample_norm` and `group_rows` are not known where
+            they could be, by name.
     """
 
     rank: int
@@ -141,6 +151,11 @@ class Layer:
     sample_norm: float | None = None
     outliers: tuple[int, ...] = ()
     outlier_norms: tuple[float, ...] | None = None
+    rank_bound: float | None = None
+    group_rows: Mapping[str, int] | None = None
+    group_gradient: Mapping[str, tuple[float, ...]] | None = None
+    group_activations: Mapping[str, tuple[float, ...]] | None = None
+    group_deltas: Mapping[str, tuple[float, ...]] | None = None
     unmeasured: Mapping[str, str] | None = None
 
     @property

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -90,8 +91,18 @@ def layer(rank: int, sites: int, step: int, name: str) -> Layer:
         sample_norm=None if dense else 0.1,
         outliers=(7,) if rank and travels == "factors" else (),
         outlier_norms=(0.1 * (4 + step / 100),) if rank and travels == "factors" else None,
+        rank_bound=float(min(64, *SHAPES[name])),
+        **({} if dense else by_group(sigma)),
         unmeasured={"duplicates": "single sites' rows do not arrive"} if dense else None,
     )
+
+
+def by_group(sigma: tuple[float, ...]) -> dict[str, Any]:
+    """Values of two groups, of which one adds three times as much."""
+    shares = {"ill": 0.75, "well": 0.25}
+    values = {label: tuple(share * s for s in sigma) for label, share in shares.items()}
+    kinds = ("group_gradient", "group_activations", "group_deltas")
+    return {"group_rows": {"ill": 8, "well": 24}, **dict.fromkeys(kinds, values)}
 
 
 def whole(rank: int, step: int, every: int, start: float) -> Step:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from outergrad.capture.class_swap import ClassSwap
 from outergrad.capture.engine import NO_TASK, current_task
+from outergrad.capture.groups import Groups
 from outergrad.capture.kept import Kept
 from outergrad.capture.units import Units
 from outergrad.capture.weighting import samples_in
@@ -40,6 +41,11 @@ class Batch:
         self._given: set[int] = set()
         self._forwards = 0
         self._swap: ClassSwap | None = None
+        self._groups: Groups | None = None
+
+    def label_by(self, groups: Groups | None) -> None:
+        """Labels samples as the loop says, for recorders that ask for groups."""
+        self._groups = groups
 
     def watch(self, model: nn.Module) -> None:
         """Counts the samples of the model's forwards from now on."""
@@ -86,7 +92,8 @@ class Batch:
                 f"transform needs the gradient of each, so keep the samples apart in the first "
                 f"dimension of what layers are called with, without flattening others into it"
             )
-        return Samples(count, positions_first, self._forwards, self._ids)
+        labels = None if self._groups is None else self._groups.labels
+        return Samples(count, positions_first, self._forwards, self._ids, labels)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self._swap is not None
@@ -110,11 +117,21 @@ def _memory(t: Tensor) -> int:
 
 
 class AnySamples:
-    """Counterpart of `Batch` for recorders: accepts any number of samples per layer."""
+    """Counterpart of `Batch` for recorders: accepts any number of samples per layer.
+
+    Args:
+        groups: labels of samples; None if no recorder asks for groups.
+    """
+
+    def __init__(self, groups: Groups | None = None) -> None:
+        self._groups = groups
 
     def samples(self, layer: str, count: int | None, *, positions_first: bool) -> Samples | None:
         """Returns the same as `Batch.samples`, but None if the count is unknown."""
-        return None if count is None else Samples(count, positions_first, 0)
+        if count is None:
+            return None
+        labels = None if self._groups is None else self._groups.labels
+        return Samples(count, positions_first, 0, groups=labels)
 
 
 def _nothing() -> Any:
@@ -152,6 +169,11 @@ class SampledUse:
     def is_told(self) -> bool:
         """True if the layer's rule has `by_sample`."""
         return hasattr(self._rule, "by_sample")
+
+    @property
+    def has_rows(self) -> bool:
+        """False once the rows are gone, because gradients by sample are formed."""
+        return self._formed is None
 
     def __call__(self) -> Factors:
         """Returns the rows as they are sent."""

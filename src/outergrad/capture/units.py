@@ -1,4 +1,4 @@
-"""Units of privacy: ids that the loop gives for the samples of a batch."""
+"""Ids that the loop gives for the samples of a batch, as units of privacy or as groups."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ class Units:
 
     So ids of an earlier batch are never used for a later one: a forward without ids of its own has
     none.
+
+    Args:
+        call: how the loop gives them, for errors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, call: str = "session.units()") -> None:
+        self._call = call
         self._said: tuple[str, ...] | None = None
 
     def say(self, ids: Iterable[Any]) -> None:
@@ -25,7 +29,7 @@ class Units:
         Raises:
             TypeError: an id is neither a whole number nor a text.
         """
-        self._said = ids_of(ids, "session.units()")
+        self._said = ids_of(ids, self._call)
 
     def take(self, samples: int | None) -> tuple[str, ...] | None:
         """Returns the ids for a forward of so many samples; None if there are none.
@@ -36,7 +40,7 @@ class Units:
         said, self._said = self._said, None
         if said is not None and len(said) != samples:
             raise ValueError(
-                f"session.units(): {len(said)} ids were given, and the model is called with "
+                f"{self._call}: {len(said)} ids were given, and the model is called with "
                 f"{samples} samples: give one id for each, in their order"
             )
         return said

@@ -113,7 +113,8 @@ class Recorder(Protocol):
     The following members are optional. An attribute `every` limits the steps that are recorded to
     those whose number it divides. `budget` is the share of a step's time that measuring and writing
     it may take: layers that do not fit are measured another time. With `samples` True the recorder
-    gets figures of single samples, too, which are private to the site. A method `close()` is called
+    gets figures of single samples, too, which are private to the site; with `groups` True those of
+    groups of samples. A method `close()` is called
     when the session ends.
     """
 

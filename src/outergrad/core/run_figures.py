@@ -38,6 +38,7 @@ LAYER = (
     "received_bytes",
     "wait_s",
     "effective_rank",
+    "rank_bound",
     "relative_error",
     "residual_norm",
     "activation_norm",
@@ -49,12 +50,14 @@ LAYER = (
     "sample_norm",
 )
 ROWS = ("rows", "kept_rows", "compress_s")
+BY_GROUP = ("group_gradient", "group_activations", "group_deltas")
 GROUPS = (
     "step",
     "mishap",
     "trial",
     *LAYER,
     *ROWS,
+    *BY_GROUP,
     "replay_s",
     "spectral_norm",
     "largest_sample_norm",
@@ -71,7 +74,8 @@ def figures(event: Event) -> dict[str, float]:
     """Returns the numbers of an event, by tag.
 
     A layer's tags are `<figure>/<layer>`, so that a dashboard shows all layers of one figure
-    together; `spectral_norm` is the largest singular value of the mean gradient. A step's tags are
+    together; `spectral_norm` is the largest singular value of the mean gradient. Those of a group
+    of samples, `<figure>/<layer>/<group>`, are largest singular values, too. A step's tags are
     `step/<figure>`. A failed step is a 1 at `mishap/<what>`, and a trial of `og.Auto()` is
     `trial/seconds` and `trial/kept_seconds`. An evaluation's tags are `evaluation/<figure>`,
     `alone/<figure>` and `gain/<figure>`; what was released is `privacy/steps` and
@@ -118,6 +122,9 @@ def _of_layer(event: Layer) -> dict[str, float]:
     tags = {f"{n}/{event.layer}": v for n in names if (v := getattr(event, n)) is not None}
     if event.singular_values:
         tags[f"spectral_norm/{event.layer}"] = event.singular_values[0]
+    for name in BY_GROUP:
+        found = (getattr(event, name) or {}).items()
+        tags |= {f"{name}/{event.layer}/{label}": of[0] for label, of in found if of}
     if event.outlier_norms:
         tags[f"largest_sample_norm/{event.layer}"] = event.outlier_norms[0]
     return tags

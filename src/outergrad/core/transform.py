@@ -21,12 +21,14 @@ class Samples(NamedTuple):
             positions).
         forward: number of the model's forward that the use belongs to.
         units: id of the unit of each sample, B of them; None where the loop has given none.
+        groups: label of the group of each sample, B of them, for recorders; None likewise.
     """
 
     total: int
     positions_first: bool
     forward: int
     units: tuple[str, ...] | None = None
+    groups: tuple[str, ...] | None = None
 
 
 class SampleRows(NamedTuple):

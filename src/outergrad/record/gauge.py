@@ -20,6 +20,7 @@ from outergrad.linalg.inner import inner, shared_directions
 from outergrad.linalg.leading import effective_rank, leading_values, values_of_rows
 from outergrad.linalg.outer import stack, widened
 from outergrad.linalg.sample_products import squared_sample_norms
+from outergrad.record.groups import GroupSpectra
 from outergrad.record.recorders import warn
 
 SPECTRUM = 16
@@ -315,7 +316,9 @@ class Gauge:
         self.starts: dict[Place, Tensor] = {}
         self._seconds: dict[str, float] = {}
 
-    def reading(self, seconds: float, *, by_sample: bool = False) -> Reading:
+    def reading(
+        self, seconds: float, *, by_sample: bool = False, by_group: GroupSpectra | None = None
+    ) -> Reading:
         """Returns a reading of one step, which measures as many parameters as fit in a time.
 
         Parameters take turns. At least one is measured; all are at the first time, when their
@@ -324,13 +327,14 @@ class Gauge:
         Args:
             seconds: time to spend in this step.
             by_sample: True to measure norms of samples, too.
+            by_group: takes singular values by group; None if nobody asks for them.
         """
         left, later = seconds, set[str]()
         for place, (name, cost) in enumerate(self._seconds.items()):
             left -= cost
             if left < 0 and place:
                 later.add(name)
-        return Reading(self, later, by_sample=by_sample)
+        return Reading(self, later, by_sample=by_sample, by_group=by_group)
 
     def took(self, seconds: Mapping[str, float]) -> None:
         """Stores how long each parameter took, and moves it to the end of the queue."""
@@ -366,6 +370,7 @@ class Reading:
         gauge: keeps values from one reading to the next.
         later: parameters that are not measured in this step.
         by_sample: True to measure the norms of samples, too.
+        by_group: takes singular values by group; None if nobody asks for them.
 
     Attributes:
         uses_of: returns the uses of a slot in the step, as they were captured.
@@ -373,7 +378,14 @@ class Reading:
 
     uses_of: Callable[[Slot], Uses] = staticmethod(lambda slot: ())
 
-    def __init__(self, gauge: Gauge, later: Collection[str], *, by_sample: bool = False) -> None:
+    def __init__(
+        self,
+        gauge: Gauge,
+        later: Collection[str],
+        *,
+        by_sample: bool = False,
+        by_group: GroupSpectra | None = None,
+    ) -> None:
         self._gauge, self.later, self._another_turn = gauge, later, frozenset(later)
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._slots: defaultdict[str, dict[Place, Slot]] = defaultdict(dict)
@@ -382,15 +394,21 @@ class Reading:
         self._sparse: set[Place] = set()
         self.sums: defaultdict[str, Sums] = defaultdict(Sums)
         self.overlaps = Overlaps()
-        self.by_sample = SampleNorms() if by_sample else None
+        self.by_sample, self.by_group = SampleNorms() if by_sample else None, by_group
 
     def forget(self) -> None:
         """Drops all measurements, for a step that starts again."""
         for of in (self._slots, self._own, self._mean, self._sparse, self.sums, self.seconds):
             of.clear()
         self.overlaps.clear()
-        if self.by_sample is not None:
-            self.by_sample.clear()
+        for by in self._by_rows.values():
+            by.clear()
+
+    @property
+    def _by_rows(self) -> dict[str, SampleNorms | GroupSpectra]:
+        """Measurements of this site's rows that recorders ask for, by the figure of each."""
+        by = {"sample_norm": self.by_sample, "group_rows": self.by_group}
+        return {figure: one for figure, one in by.items() if one is not None}
 
     def leave_out(self, name: str) -> None:
         """Stops measuring a parameter whose gradient is incomplete, or whose measurement failed."""
@@ -404,15 +422,15 @@ class Reading:
     def measured(self, name: str) -> dict[str, Any]:
         """Returns a parameter's measurements, as fields of `events.Layer`."""
         found = self.sums[name].measured() | self.overlaps.measured(name)
-        if self.by_sample is not None:
-            found |= self.by_sample.measured(name)
+        for by in self._by_rows.values() if name not in self.later else ():
+            found |= by.measured(name)
         return found | {"unmeasured": dict(self._unmeasured(name, found)) or None}
 
     def _unmeasured(self, name: str, found: Collection[str]) -> Iterator[tuple[str, str]]:
         """Yields figures of a parameter's rows that are not known, each with the reason."""
         figures = [("duplicates", self.overlaps.why, "single sites' rows do not arrive")]
-        if self.by_sample is not None:
-            figures.append(("sample_norm", self.by_sample.why, "its rows were not captured"))
+        usual = "its rows were not captured"
+        figures += [(figure, by.why, usual) for figure, by in self._by_rows.items()]
         for figure, why, usual in figures:
             if figure in found:
                 continue
@@ -466,9 +484,9 @@ class Reading:
 
     @_in_turn
     def samples(self, slot: Slot, scale: float) -> None:
-        """Adds the norms of samples of a captured product, times `scale`."""
-        if self.by_sample is not None:
-            self.by_sample.add(slot, self.uses_of(slot), scale)
+        """Adds what is asked of the rows of a captured product, times `scale`."""
+        for by in self._by_rows.values():
+            by.add(slot, self.uses_of(slot), scale)
 
     def _take(self, slot: Slot, gradient: Gradient, rows: Factors | None = None) -> None:
         """Stores this site's gradient, as `rows` if given, and the norms of its factors."""

@@ -27,17 +27,25 @@ class JSONL:
             measures all.
         samples: record norms of single samples, too, and which stand out (`Layer.outliers`):
             every reader of the files sees them.
+        groups: record singular values by group of samples, too (`Layer.group_gradient`), as
+            `session.groups` labels them: every reader of the files sees the labels.
 
     Raises:
         ValueError: a setting out of its range, or the path is a file.
     """
 
     def __init__(
-        self, path: str | Path, *, every: int = 10, budget: float = 0.04, samples: bool = False
+        self,
+        path: str | Path,
+        *,
+        every: int = 10,
+        budget: float = 0.04,
+        samples: bool = False,
+        groups: bool = False,
     ) -> None:
         self.path = Path(path)
         self.every, self.budget = checked(every, budget)
-        self.samples = samples
+        self.samples, self.groups = samples, groups
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"JSONL: path={str(path)!r} is a file; name a folder for the run")
         self._files: dict[int, IO[str]] = {}

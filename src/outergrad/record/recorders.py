@@ -83,6 +83,7 @@ class Client:
         self.every: int = getattr(recorder, "every", 1)
         self._budget: float = getattr(recorder, "budget", math.inf)
         self.samples: bool = getattr(recorder, "samples", False) is True
+        self.groups: bool = getattr(recorder, "groups", False) is True
         self.allowed_s = math.inf
         self.begun = False
         self._last: tuple[int, float] | None = None

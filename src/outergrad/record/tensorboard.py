@@ -46,6 +46,8 @@ class TensorBoard:
             measures all.
         samples: record norms of single samples, too, and which stand out (`Layer.outliers`):
             every reader of the files sees them.
+        groups: record singular values by group of samples, too (`Layer.group_gradient`), as
+            `session.groups` labels them: every reader of the files sees the labels.
 
     Raises:
         ImportError: the package tensorboard is not installed.
@@ -53,11 +55,17 @@ class TensorBoard:
     """
 
     def __init__(
-        self, dir: str | Path, *, every: int = 10, budget: float = 0.04, samples: bool = False
+        self,
+        dir: str | Path,
+        *,
+        every: int = 10,
+        budget: float = 0.04,
+        samples: bool = False,
+        groups: bool = False,
     ) -> None:
         self.path = Path(dir)
         self.every, self.budget = checked(every, budget)
-        self.samples = samples
+        self.samples, self.groups = samples, groups
         try:
             from torch.utils.tensorboard.writer import SummaryWriter
         except ImportError as error:

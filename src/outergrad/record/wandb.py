@@ -42,17 +42,25 @@ class WandB:
             measures all.
         samples: record norms of single samples, too, and which stand out (`Layer.outliers`):
             every reader of the run sees them.
+        groups: record singular values by group of samples, too (`Layer.group_gradient`), as
+            `session.groups` labels them: every reader of the run sees the labels.
 
     Raises:
         ValueError: a setting out of its range.
     """
 
     def __init__(
-        self, run: Any, *, every: int = 10, budget: float = 0.04, samples: bool = False
+        self,
+        run: Any,
+        *,
+        every: int = 10,
+        budget: float = 0.04,
+        samples: bool = False,
+        groups: bool = False,
     ) -> None:
         self.run = run
         self.every, self.budget = checked(every, budget)
-        self.samples = samples
+        self.samples, self.groups = samples, groups
         self._layers: dict[str, float | str] = {}
         self._defined: set[str] = set()
 

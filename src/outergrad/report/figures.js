@@ -11,6 +11,7 @@ const state = {
   apart: null,
   siteFigure: null,
   layer: {},
+  kind: "gradient",
   site: "mean",
   at: 1,
   hidden: {},

@@ -63,8 +63,29 @@ function layerLines(figure) {
   const layer = state.layer[figure];
   const drawn = layer ? oneLayer(layer, measure) : allLayers(figure, measure);
   if (!drawn) return null;
+  if (measure === "effective_rank") drawn.data.unshift(...rankBounds(figure, layer));
   const yaxis = axis(title, { rangemode: "tozero" });
   return { ...drawn, layout: { xaxis: stepAxis(), yaxis }, height: 340 };
+}
+
+/** Dotted lines: what the rank of a gradient cannot exceed, where so few values show it. */
+function rankBounds(figure, layer) {
+  const hidden = state.hidden[figure] ?? new Set();
+  const runs = layer ? shown() : [state.detail];
+  return runs.flatMap((i) => {
+    const { names, step, effective_rank: ranks, rank_bound: bounds } = RUNS[i].layers;
+    return range(bounds && ranks ? names.length : 0)
+      .filter((k) => (layer ? names[k] === layer : !hidden.has(names[k])))
+      .filter((k) => present(ranks[k]).length && present(bounds[k]).some((v) => v <= MOST_VALUES))
+      .map((k) => ({
+        x: step,
+        y: bounds[k],
+        mode: step.length > 1 ? "lines" : "markers",
+        line: { color: layer ? runColour(i) : depthColour(k, names.length), width: 1, dash: "dot" },
+        marker: { color: layer ? runColour(i) : depthColour(k, names.length), symbol: "line-ew-open" },
+        hovertemplate: `step %{x}: at most %{y:.3g}<extra>${plain(names[k])}</extra>`,
+      }));
+  });
 }
 
 function oneLayer(layer, measure) {
@@ -85,6 +106,7 @@ function allLayers(figure, measure) {
 }
 
 const MOST_LABELLED = 8;
+const MOST_VALUES = 16;
 
 /** A line per name, coloured in their order, of which a legend hides some; `xs` is of each. */
 function colouredLines(figure, names, xs, ys, template, mode = "lines") {
@@ -176,6 +198,24 @@ function oneSpectrum(layer, at) {
     return [{ ...line, mode: "lines+markers", marker: { color: runColour(i), size: 5 } }];
   });
   return data.length ? { data } : null;
+}
+
+const KINDS = { gradient: "Gradient", activations: "Activations", deltas: "Deltas" };
+
+function groupLayer(figure) {
+  const { layers } = detail().groups;
+  return layers.includes(state.layer[figure]) ? state.layer[figure] : layers.at(-1);
+}
+
+/** The largest singular value of each group of samples, in one layer of one run. */
+function groupLines(figure) {
+  const { names, layers, step, [state.kind]: grids } = detail().groups;
+  if (!layers.length) return null;
+  const ys = grids[layers.indexOf(groupLayer(figure))];
+  const drawn = colouredLines(figure, names, () => step, ys, "step %{x}: %{y:.4g}");
+  if (!drawn) return null;
+  const yaxis = axis("Largest singular value", { rangemode: "tozero" });
+  return { ...drawn, layout: { xaxis: stepAxis(), yaxis }, height: 340 };
 }
 
 function cosineLines(figure) {

@@ -12,6 +12,7 @@ const FIGURES = {
   "rank-map": { draw: rankMap, oneRun: true },
   "rank-lines": { draw: layerLines, controls: layerMenu },
   spectra: { draw: spectra, controls: spectrumControls },
+  "group-lines": { draw: groupLines, oneRun: true, controls: groupControls },
   "cosine-lines": { draw: cosineLines, oneRun: true, controls: cosineMenu },
   "cosine-map": { draw: cosineMap, oneRun: true, controls: siteMenu },
   "error-lines": { draw: layerLines, controls: layerMenu },
@@ -73,6 +74,21 @@ function spectrumControls(figure) {
   const names = layersWith((run) => run.spectra.step.length);
   const slider = element("label", { class: "slider" }, input, output);
   return [layerSelect(figure, names, `Every layer${ofDetail()}`), slider];
+}
+
+function groupControls(figure) {
+  const { layers } = detail().groups;
+  const kinds = Object.entries(KINDS);
+  return [
+    menu("Layer", layers.map((name) => [name, name]), groupLayer(figure), (name) => {
+      state.layer[figure] = name;
+      drawFigure(figure);
+    }),
+    menu("Of", kinds.map(([kind, title]) => [kind, title]), state.kind, (kind) => {
+      state.kind = kind;
+      drawFigure(figure);
+    }),
+  ];
 }
 
 const place = (figure) => document.querySelector(`[data-figure="${figure}"]`);

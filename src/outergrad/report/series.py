@@ -15,9 +15,12 @@ if TYPE_CHECKING:
 
 POINTS = 200
 _SPECTRA = 60
+_MOST = 40
+"""Groups that are drawn."""
 _DIGITS = 4
 _MEASURES = (
     "effective_rank",
+    "rank_bound",
     "relative_error",
     "residual_norm",
     "cosine",
@@ -38,6 +41,7 @@ def series(recording: Recording) -> dict[str, Any]:
         "time": _times(recording.steps),
         "layers": _layers(recording),
         "spectra": _spectra(recording.layers),
+        "groups": _groups(recording.layers),
     }
 
 
@@ -175,6 +179,45 @@ def _spectra(layers: DataFrame) -> dict[str, Any]:
     names = [str(name) for name in layers["layer"].unique()]
     values = [_held([found.get((name, step)) for step in steps]) for name in names]
     return {"step": steps, "values": values}
+
+
+def _groups(layers: DataFrame) -> dict[str, Any]:
+    """Largest singular values by kind, layer, group and step, on average over sites."""
+    table = layers[layers["group_rows"].notna()]
+    steps = thin(sorted({int(step) for step in table["step"]}), _SPECTRA)
+    table = table[table["step"].isin(steps)]
+    names = sorted({label for rows in table["group_rows"] for label in rows}, key=_natural)[:_MOST]
+    of_layers = [str(name) for name in table["layer"].unique()]
+    found: dict[str, Any] = {"names": names, "layers": of_layers, "step": steps}
+    for kind in ("gradient", "activations", "deltas"):
+        found[kind] = [
+            _largest_by_group(table[table["layer"] == layer], f"group_{kind}", names, steps)
+            for layer in of_layers
+        ]
+    return found
+
+
+def _largest_by_group(
+    rows: DataFrame, column: str, names: list[str], steps: list[int]
+) -> list[list[float | None]]:
+    """Means over sites, a row per group, a column per step; the last one fills those between."""
+    from pandas import DataFrame
+
+    told = [
+        (label, step, values[0])
+        for step, of_groups in zip(rows["step"], rows[column], strict=True)
+        for label, values in of_groups.items()
+        if values
+    ]
+    table = DataFrame(told, columns=["label", "step", "value"]).astype({"value": float})
+    grid = table.groupby(["label", "step"])["value"].mean().unstack()
+    grid = grid.reindex(names).reindex(columns=steps).ffill(axis="columns")
+    return [_numbers(row) for row in grid.to_numpy()]
+
+
+def _natural(label: str) -> tuple[int, int, str]:
+    """Sorts numbers by their size, before texts."""
+    return (0, int(label), "") if label.isdecimal() else (1, 0, label)
 
 
 def _held(row: list[list[float | None] | None]) -> list[list[float | None] | None]:

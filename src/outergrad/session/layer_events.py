@@ -10,6 +10,7 @@ from typing import Any
 
 from outergrad.buckets.bucket import StepContext
 from outergrad.core.model import Compressors, Model
+from outergrad.core.types import Slot
 from outergrad.events import Layer
 from outergrad.linalg.inner import inner
 from outergrad.record.gauge import Reading
@@ -19,6 +20,12 @@ _LINEAR = ("gradient_norm", "mean_norm", "residual_norm", "delta_norm", "sample_
 """Measures that scale in proportion to the gradient."""
 _LINEAR_EACH = ("singular_values", "outlier_norms")
 """Measures of several numbers each that scale in proportion to the gradient."""
+_LINEAR_BY_GROUP = ("group_gradient", "group_deltas")
+"""Measures of several numbers per group that scale in proportion to the gradient."""
+_OF_SAMPLES = {"samples": 0, "sample_norm": None, "outliers": (), "outlier_norms": None}
+_OF_GROUPS = dict.fromkeys(
+    ("group_rows", "group_gradient", "group_activations", "group_deltas"), None
+)
 
 
 class LayerEvents:
@@ -77,6 +84,9 @@ class LayerEvents:
             found["relative_error"] = 0.0
         if name in residuals:
             found["residual_norm"] = residuals[name]
+        if "effective_rank" in found:
+            whole = by_rows and name not in residuals
+            found["rank_bound"] = self._rank_bound(context, name, whole=whole)
         return self._event(
             header.step,
             name,
@@ -97,6 +107,21 @@ class LayerEvents:
         about: dict[str, Any] = {"rank": self._rank, "step": step, "layer": name, "rows": rows}
         return Layer(**about, wait_s=0.0, **vars(layer), **measured)
 
+    def _rank_bound(self, context: StepContext, name: str, *, whole: bool) -> float | None:
+        """Returns the largest rank of a weight's mean gradient, averaged over its matrices.
+
+        Args:
+            context: the step.
+            name: the weight.
+            whole: whether all that arrives is of the rows of this step, of all sites.
+        """
+        matrices = [m for unit in self._model.units for m in unit.matrices if m.weight == name]
+        bounds = [(min(m.outputs, m.inputs), m) for m in matrices]
+        if whole:
+            bounds = [(min(most, _rows_of_all(context, m)), m) for most, m in bounds]
+        groups = sum(m.groups for m in matrices)
+        return sum(most * m.groups for most, m in bounds) / groups if groups else None
+
     def _residuals(self) -> dict[str, float]:
         """Returns the norm of the residual (error feedback) of each weight."""
         squares: defaultdict[str, float] = defaultdict(float)
@@ -108,10 +133,14 @@ class LayerEvents:
         return {name: math.sqrt(max(square, 0.0)) for name, square in squares.items()}
 
 
-def without_samples(event: Layer) -> Layer:
-    """Returns the event for a recorder that did not ask for single samples."""
-    why = {name: why for name, why in (event.unmeasured or {}).items() if name != "sample_norm"}
-    nothing = {"samples": 0, "sample_norm": None, "outliers": (), "outlier_norms": None}
+def asked(event: Layer, *, samples: bool, groups: bool) -> Layer:
+    """Returns the event for a recorder, without single samples and groups if it did not ask."""
+    nothing: dict[str, Any] = {}
+    nothing |= {} if samples else _OF_SAMPLES
+    nothing |= {} if groups else _OF_GROUPS
+    if not nothing:
+        return event
+    why = {name: why for name, why in (event.unmeasured or {}).items() if name not in nothing}
     return replace(event, unmeasured=why or None, **nothing)
 
 
@@ -123,4 +152,17 @@ def _mean_over(passes: int, sums: dict[str, Any]) -> dict[str, Any]:
     for name in _LINEAR_EACH:
         if name in sums:
             scaled[name] = tuple(number / passes for number in sums[name])
+    for name in _LINEAR_BY_GROUP:
+        if name in sums:
+            scaled[name] = {c: tuple(v / passes for v in of) for c, of in sums[name].items()}
     return sums | scaled
+
+
+def _rows_of_all(context: StepContext, matrix: Slot) -> float:
+    """Returns the rows of all sites in the products of a matrix; infinite if not all are known."""
+    places = [
+        k for slot, k in context.index.items() if isinstance(slot, Slot) and slot.overlaps(matrix)
+    ]
+    uses = [header.uses[k] for header in context.headers for k in places]
+    known = bool(uses) and all(use.tapped or not use.rows for use in uses)
+    return sum(use.rows for use in uses) if known else math.inf

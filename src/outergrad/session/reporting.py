@@ -14,10 +14,12 @@ import torch
 from outergrad._noise import RecentNoise
 from outergrad._version import __version__
 from outergrad.buckets.bucket import StepContext
+from outergrad.capture.groups import Groups
 from outergrad.comm.cost import RingCost
 from outergrad.core import choosing
 from outergrad.core.model import Compressors, Model
 from outergrad.core.protocols import Recorder
+from outergrad.core.sites import Site
 from outergrad.core.transform import Counter
 from outergrad.core.transport import Comm
 from outergrad.core.types import Slot
@@ -38,11 +40,12 @@ from outergrad.events import (
     Trial,
 )
 from outergrad.record.coverage import Coverage
-from outergrad.record.gauge import Gauge, Reading
+from outergrad.record.gauge import SPECTRUM, Gauge, Reading
+from outergrad.record.groups import GroupSpectra
 from outergrad.record.machine import machine
 from outergrad.record.recorders import Client, Ending, warn
 from outergrad.record.stats import Stats
-from outergrad.session.layer_events import LayerEvents, without_samples
+from outergrad.session.layer_events import LayerEvents, asked
 from outergrad.session.settings import Settings
 
 _GROWTH = 1.25
@@ -62,6 +65,9 @@ class Reporter:
         passes_of: returns the number of passes over which a parameter's gradient is a mean.
         about: further fields of `events.Run`.
         coverage: says what other sites can learn of each parameter.
+
+    Attributes:
+        groups: takes labels of samples; None if no recorder asks for groups.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class Reporter:
         self._about, self._coverage = about, coverage
         self._learn: dict[str, tuple[str, ...]] = {}
         self._clients = [Client(recorder) for recorder in recorders]
+        self.groups = Groups() if any(client.groups for client in self._clients) else None
         self._rank, self._sites, self._method = rank, sites, method
         self._model, self._layers = model, LayerEvents(rank, model, compressors, passes_of)
         self._told_s, self._steps = 0.0, 0
@@ -106,8 +113,8 @@ class Reporter:
 
     @property
     def by_sample(self) -> bool:
-        """True if a recorder asks for single samples."""
-        return any(client.samples for client in self._clients)
+        """True if a recorder asks for single samples, or for groups of these."""
+        return any(client.samples or client.groups for client in self._clients)
 
     def is_due(self, step: int) -> bool:
         """True if a recorder records this step."""
@@ -119,8 +126,16 @@ class Reporter:
             return None
         due = self._due(step)
         allowed_s = max((client.allowed_s for client in due), default=0.0) - self._told_s
-        by_sample = any(client.samples for client in due)
-        return self._gauge.reading(allowed_s, by_sample=by_sample) if due else None
+        by = {"by_sample": any(client.samples for client in due)}
+        if not due:
+            return None
+        return self._gauge.reading(allowed_s, by_group=self._group_spectra(due), **by)
+
+    def _group_spectra(self, due: Sequence[Client]) -> GroupSpectra | None:
+        if self.groups is None or not any(client.groups for client in due):
+            return None
+        site = Site(self._rank, self._name).called
+        return GroupSpectra(site, SPECTRUM, labelled=self.groups.are_given)
 
     def report(self, context: StepContext, stats: Stats) -> None:
         """Reports a step that has been applied; never raises, so that the step stays applied."""
@@ -303,7 +318,7 @@ class Reporter:
     def _tell_all(self, layers: Sequence[Layer], step: int, stats: Stats) -> None:
         self._noise.take(layers)
         for client in self._due(step):
-            told = layers if client.samples else list(map(without_samples, layers))
+            told = [asked(layer, samples=client.samples, groups=client.groups) for layer in layers]
             for event in [*told, self._step(client, step, stats)]:
                 self._tell(client, event)
 

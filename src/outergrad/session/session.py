@@ -149,9 +149,12 @@ class Session:
     def tap(self, inspection: Inspection) -> None:
         """Swaps the classes of layers and blocks, so that they report their products."""
         alarm, exchange, loop = Alarm(), self._exchange, self._loop
+        groups = self._reporter.groups
+        if exchange.batch is not None:
+            exchange.batch.label_by(groups)
         for layer in inspection.layers:
             watched = [[loop.watched[name] for name in slot.params] for slot in layer.slots]
-            batch = exchange.batch or (AnySamples() if self._reporter.by_sample else None)
+            batch = exchange.batch or (AnySamples(groups) if self._reporter.by_sample else None)
             tapped = TappedLayer(layer.module, layer.rule, layer.slots, watched, loop, batch, alarm)
             exchange.next_forward.add(tapped)
             exchange.header_builder.add(tapped)
@@ -172,6 +175,8 @@ class Session:
             self._exchange.batch.watch(model)
         if self._exchange.drift is not None:
             self._exchange.drift.watch(dict(model.named_parameters()))
+        if self._ranks.watches_backwards and self._reporter.groups is not None:
+            self._reporter.groups.watch(model)
 
     def take(self, found: Handover) -> None:
         """Takes the state of training from the sites that were there before."""
@@ -401,6 +406,31 @@ class Session:
                 "session.units(ids) needs og.distribute(..., transform=og.Private(unit='patient'))"
             )
         self._exchange.units.say(ids)
+
+    def groups(self, labels: Iterable[Any]) -> None:
+        """Says which group each sample of the next batch is of: a class, a speaker, a machine.
+
+        Call it before each forward of the model that is trained on, for recorders with
+        `groups=True`: they record the singular values of what each group adds to the gradient of
+        each layer. Each list of labels is for one forward. A site that gives none is one group.
+        Labels stay at this site, in the files of its recorders.
+
+        Args:
+            labels: whole numbers or texts, one for each sample, in their order: a list, or a tensor
+                of one dimension.
+
+        Raises:
+            RuntimeError: no recorder of the session asks for groups, or forwards are not watched.
+            TypeError: something is no such label.
+            ValueError: raised by the forward, if it has another number of samples.
+        """
+        groups = self._reporter.groups
+        if groups is None or not groups.can_be_taken:
+            raise RuntimeError(
+                "session.groups(labels) needs og.distribute(..., recorder=og.JSONL(folder, "
+                "groups=True)), or another recorder with groups=True, and a site of one rank"
+            )
+        groups.say(labels)
 
     def coverage(self) -> Coverage:
         """Returns how each parameter travels and why; `print(session.coverage())` shows a table."""
@@ -674,6 +704,8 @@ class Session:
             exchange.batch.remove()
         if exchange.drift is not None:
             exchange.drift.detach()
+        if self._reporter.groups is not None:
+            self._reporter.groups.remove()
         self._loaded.remove()
         self._loop.guard.forget()
         exchange.weighting.remove()

@@ -31,6 +31,8 @@ HEADINGS = {
     "gossip": "Trainings without a centre",
     "pushing": "Push-sum",
     "drift": "Streams that drift",
+    "autospec": "Spectra by group",
+    "rank-bounds": "Ranks and their bounds",
 }
 """Headings of the kinds of results."""
 
@@ -39,6 +41,8 @@ MEASURED = (
     *("step_s", "compute_s", "error", "best_error", "ratio", "kept_rank", "ms"),
     *("picked", "norm_share"),
     *("worst_accuracy", "best_accuracy"),
+    *("spread", "error_correlation", "odd_ratio"),
+    *("rank_bound", "counted_rank", "whole_effective_rank"),
     *("loss_gap", "gap_share", "bytes_share", "steps_to", "fewer_near"),
     *("validation_loss", "hours", "line_bytes", "fewer_line", "quicker", "cut_s"),
     *("noise", "site_epsilon"),
@@ -189,7 +193,16 @@ def _final_rows(result: Result) -> Iterator[Settings]:
         case "sites":
             for method, found in result["steps"].items():
                 yield _named(result, method=method) | _only(found, *MEASURED)
-        case "iterations" | "selection" | "forward" | "correction" | "pushing" | "drift":
+        case (
+            "iterations"
+            | "selection"
+            | "forward"
+            | "correction"
+            | "pushing"
+            | "drift"
+            | "autospec"
+            | "rank-bounds"
+        ):
             for row in result["rows"]:
                 yield _named(result) | _only(row, *_OF_ITERATIONS, *MEASURED)
         case "gossip":

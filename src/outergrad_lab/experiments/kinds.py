@@ -18,12 +18,14 @@ from outergrad_lab.bench.plan import Plan
 from outergrad_lab.bench.results import Timing
 from outergrad_lab.bench.run import bench
 from outergrad_lab.experiments.audited import AuditWork
+from outergrad_lab.experiments.autospec import AutospecWork
 from outergrad_lab.experiments.correction import CorrectionWork
 from outergrad_lab.experiments.drift import DriftWork
 from outergrad_lab.experiments.forward import ForwardWork
 from outergrad_lab.experiments.gossip import GossipWork
 from outergrad_lab.experiments.iterations import IterationsWork
 from outergrad_lab.experiments.pushing import PushingWork
+from outergrad_lab.experiments.rank_bounds import RankBoundsWork
 from outergrad_lab.experiments.selection import SelectionWork
 from outergrad_lab.experiments.task import Context, Settings, Work, at_least, read
 from outergrad_lab.experiments.training import TrainingWork
@@ -238,6 +240,8 @@ KINDS: dict[str, Callable[[Settings], Work]] = {
     "gossip": partial(read, GossipWork),
     "pushing": partial(read, PushingWork),
     "drift": partial(read, DriftWork),
+    "autospec": partial(read, AutospecWork),
+    "rank-bounds": partial(read, RankBoundsWork),
 }
 """Functions that make the work of a task from its settings."""
 

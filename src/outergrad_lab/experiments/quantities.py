@@ -111,6 +111,12 @@ QUANTITIES = {
     "exchanges_made": Quantity("exchanges", decimals=0),
     "recovery": Quantity("steps until a site has recovered", decimals=0),
     "stream_accuracy": Quantity("accuracy before training", "%", 1),
+    "whole_effective_rank": Quantity("effective rank", decimals=1),
+    "counted_rank": Quantity("rank", decimals=0),
+    "rank_bound": Quantity("bound of the rank", decimals=0),
+    "spread": Quantity("spread over groups", "%", 0),
+    "odd_ratio": Quantity("odd site over the others", decimals=2),
+    "error_correlation": Quantity("rank correlation with test errors", decimals=2),
     "noise": Quantity("noise multiplier", decimals=2),
     "site_epsilon": Quantity("ε against a site", decimals=2),
     "data_back": Quantity("data that came back", "%", 0),
@@ -128,6 +134,7 @@ QUANTITIES = {
 
 _SETTINGS = {
     "batch_size": "batch size",
+    "degree": "slope, steps or stride",
     "epsilon": "ε",
     "lr": "learning rate",
     "iterations": "power iterations",

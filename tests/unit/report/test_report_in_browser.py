@@ -27,6 +27,7 @@ FIGURES = {
     "rank-map",
     "rank-lines",
     "spectra",
+    "group-lines",
     "cosine-lines",
     "cosine-map",
     "error-lines",
@@ -159,11 +160,25 @@ def test_one_run_is_chosen_for_figures_that_show_one(open_page, two_runs):
 
 def test_one_layer_is_compared_over_runs(open_page, two_runs):
     page = open_page(two_runs)
-    assert len(data(page, "rank-lines")) == 3
+    assert len(data(page, "rank-lines")) == 3 + 1  # of three, one has a bound that is drawn
     choose(page, "rank-lines", "Layer", "head.weight")
-    assert [len(trace["x"]) for trace in data(page, "rank-lines")] == [20, 12]
+    bounds, lines = data(page, "rank-lines")[:2], data(page, "rank-lines")[2:]
+    assert [len(trace["x"]) for trace in lines] == [20, 12]
+    assert [set(trace["y"]) for trace in bounds] == [{10}, {10}]
+    assert all(max(trace["y"]) <= 10 for trace in lines)
     choose(page, "spectra", "Layer", "head.weight")
     assert len(data(page, "spectra")) == 2
+
+
+def test_groups_are_compared_in_one_layer_and_kind(open_page, two_runs):
+    page = open_page(two_runs)
+    ill, well = data(page, "group-lines")
+    assert ill["y"] == pytest.approx([3 * v for v in well["y"]], rel=1e-3)
+    choose(page, "group-lines", "Of", "Deltas")
+    choose(page, "group-lines", "Layer", "encoder.2.weight")
+    assert len(data(page, "group-lines")) == 2
+    page.click('[data-figure="group-lines"] .legend button:has-text("ill")')
+    assert len(data(page, "group-lines")) == 1
 
 
 def test_one_site_is_chosen_in_the_map_of_disagreement(open_page, two_runs):
