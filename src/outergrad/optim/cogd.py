@@ -26,7 +26,9 @@ class CoGD(Optimizer):
 
     where |x_jn| is small while ‖A_j‖ is large; elsewhere κ is 0. |Δx_jn| is raised to where no
     derivative of the column is above `most`, and no derivative is known where Δx_jn is 0. Then all
-    move by `rule`, and x shrinks: x ← sign(x) max(|x| - η λ, 0).
+    move by `rule`, and x shrinks: x ← sign(x) max(|x| - η' λ, 0), with η' the length
+    that a gradient of 1 moves an entry: η / (1 - μ) under "sgd", η / (√v + ε) under "adam". So x
+    ends where L + λ ‖x‖₁ is least.
 
     Choose it for two things that are multiplied, one of which should become sparse: codes and a
     dictionary, or scales of channels and the weights that they scale. Groups name a pair, the
@@ -60,7 +62,7 @@ class CoGD(Optimizer):
         large: Share of the mean norm of A's columns from which on a column is large.
         most: Largest derivative of an entry of A by one of x that is believed.
         rule: How a gradient moves a parameter: "adam", or "sgd" with momentum.
-        momentum: Of "sgd".
+        momentum: μ of "sgd".
         betas: Decays of Adam's two means.
         eps: Adam's smallest denominator.
         weight_decay: Decoupled, for all but the sparse variables.
@@ -135,8 +137,16 @@ class CoGD(Optimizer):
             if p in grads:
                 self._move(group, [(p, grads[p])], decay)
         if sparse in grads:
-            shrunk = sparse.abs().sub_(group["lr"] * group["l1"]).clamp_min_(0)
+            shrunk = (sparse.abs() - group["l1"] * self._lengths(group, sparse)).clamp_min_(0)
             sparse.copy_(shrunk.mul_(sparse.sign()))
+
+    def _lengths(self, group: Mapping[str, Any], p: Tensor) -> Tensor | float:
+        """Returns how far a gradient of 1 moves each entry, so that the loss has its least there."""
+        if group["rule"] == "sgd":
+            return group["lr"] / (1 - group["momentum"])
+        state = self.state[p]
+        mean_square = state["exp_avg_sq"] / (1 - group["betas"][1] ** state["step"].item())
+        return group["lr"] / mean_square.sqrt_().add_(group["eps"])
 
     def _through_partner(self, group: Mapping[str, Any], grad: Tensor) -> Tensor:
         """Returns what the gradient of a partner adds to that of its sparse variable."""

@@ -165,6 +165,20 @@ def test_the_penalty_leaves_zeros():
 
 
 @pytest.mark.parametrize("rule", ["adam", "sgd"])
+def test_the_penalty_has_its_minimum_where_it_should(rule):
+    """Of (x - b)² / 2 + λ |x| the least is at b, moved to zero by λ."""
+    b = torch.tensor([2.0, -1.0, 0.2, -0.4], dtype=torch.float64)
+    x, a = (nn.Parameter(torch.zeros_like(b)) for _ in range(2))
+    optimizer = CoGD([{"params": [x, a], "pair": (0, 0)}], lr=0.01, l1=0.5, rule=rule, coupling=0.0)
+    for _ in range(3000):
+        optimizer.zero_grad()
+        ((x - b).square().sum() / 2 + 0 * a.sum()).backward()
+        optimizer.step()
+    expected = torch.tensor([1.5, -0.5, 0.0, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(x.detach(), expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("rule", ["adam", "sgd"])
 def test_a_saved_state_goes_on_as_if_never_stopped(rule):
     x, a, loss, _ = problem(samples=2)
 
