@@ -22,13 +22,13 @@ class CoGD(Optimizer):
     variable stops the other. So A is taken for a function of x, whose derivative is that of the
     last step, and the gradient of x becomes
 
-        g_jn = ∂L/∂x_jn + κ Σ_i ∂L/∂A_ij ∂A_ij/∂x_jn,       ∂A_ij/∂x_jn ≈ ΔA_ij / Δx_jn,
+        g_jn = ∂L/∂x_jn + κ Σ_i ∂L/∂A_ij ∂A_ij/∂x_jn,       ∂A_ij/∂x_jn ≈ ΔA_ij / (N Δx_jn),
 
-    where |x_jn| is small while ‖A_j‖ is large; elsewhere κ is 0. |Δx_jn| is raised to where no
-    derivative of the column is above `most`, and no derivative is known where Δx_jn is 0. Then all
-    move by `rule`, and x shrinks: x ← sign(x) max(|x| - η' λ, 0), with η' the length
-    that a gradient of 1 moves an entry: η / (1 - μ) under "sgd", η / (√v + ε) under "adam". So x
-    ends where L + λ ‖x‖₁ is least.
+    where |x_jn| is small while ‖A_j‖ is large; elsewhere κ is 0. All N entries that meet column j
+    had an equal part in its last step. |Δx_jn| is raised to where no ΔA_ij / Δx_jn is above `most`,
+    and where it is 0 no derivative is known. Then all move by `rule`, and x shrinks:
+    x ← sign(x) max(|x| - η' λ, 0), with η' the length that a gradient of 1 moves an entry:
+    η / (1 - μ) under "sgd", η / (√v + ε) under "adam". So x ends where L + λ ‖x‖₁ is least.
 
     Choose it for two things that are multiplied, one of which should become sparse: codes and a
     dictionary, or scales of channels and the weights that they scale. Groups name a pair, the
@@ -60,7 +60,7 @@ class CoGD(Optimizer):
         coupling: κ.
         small: Share of the mean magnitude of x below which an entry of x is small.
         large: Share of the mean norm of A's columns from which on a column is large.
-        most: Largest derivative of an entry of A by one of x that is believed.
+        most: Largest ΔA_ij / Δx_jn that is believed.
         rule: How a gradient moves a parameter: "adam", or "sgd" with momentum.
         momentum: μ of "sgd".
         betas: Decays of Adam's two means.
@@ -141,7 +141,7 @@ class CoGD(Optimizer):
             sparse.copy_(shrunk.mul_(sparse.sign()))
 
     def _lengths(self, group: Mapping[str, Any], p: Tensor) -> Tensor | float:
-        """Returns how far a gradient of 1 moves each entry, so that the loss has its least there."""
+        """Returns how far a gradient of 1 moves each entry, by which a penalty has to move it."""
         if group["rule"] == "sgd":
             return group["lr"] / (1 - group["momentum"])
         state = self.state[p]
@@ -201,7 +201,7 @@ def through_partner(
     """
     least_J1 = da_JI.abs().amax(1, keepdim=True) / most
     divisor_JN = dx_JN.abs().maximum(least_J1).clamp_min(torch.finfo(dx_JN.dtype).tiny)
-    gain_J1 = (grad_JI * da_JI).sum(1, keepdim=True)
+    gain_J1 = (grad_JI * da_JI).sum(1, keepdim=True) / x_JN.shape[1]
     norm_J1 = a_JI.norm(dim=1, keepdim=True)
     applies_JN = (x_JN.abs() < small * x_JN.abs().mean()) & (norm_J1 >= large * norm_J1.mean())
     return torch.where(applies_JN, gain_J1 * dx_JN.sign() / divisor_JN, 0)

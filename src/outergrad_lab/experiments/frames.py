@@ -27,13 +27,15 @@ HEADINGS = {
     "audit": "Audits",
     "forward": "Forward gradients",
     "correction": "Changed images",
+    "coding": "Sparse codes",
+    "pruning": "Pruned channels",
 }
 """Headings of the kinds of results."""
 
 MEASURED = (
     *("accuracy", "auc", "test_loss", "train_loss", "sent_bytes", "total_bytes", "fewer", "gap"),
     *("step_s", "compute_s", "error", "best_error", "ratio", "kept_rank", "ms"),
-    *("picked", "norm_share"),
+    *("picked", "norm_share", "objective", "psnr", "nonzero"),
     *("loss_gap", "gap_share", "bytes_share", "steps_to", "fewer_near"),
     *("validation_loss", "hours", "line_bytes", "fewer_line", "quicker", "cut_s"),
     *("noise", "site_epsilon"),
@@ -182,7 +184,7 @@ def _final_rows(result: Result) -> Iterator[Settings]:
         case "sites":
             for method, found in result["steps"].items():
                 yield _named(result, method=method) | _only(found, *MEASURED)
-        case "iterations" | "selection" | "forward" | "correction":
+        case "iterations" | "selection" | "forward" | "correction" | "coding" | "pruning":
             for row in result["rows"]:
                 yield _named(result) | _only(row, *_OF_ITERATIONS, *MEASURED)
         case "audit":

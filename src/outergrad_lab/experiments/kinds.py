@@ -18,9 +18,11 @@ from outergrad_lab.bench.plan import Plan
 from outergrad_lab.bench.results import Timing
 from outergrad_lab.bench.run import bench
 from outergrad_lab.experiments.audited import AuditWork
+from outergrad_lab.experiments.coding import CodingWork
 from outergrad_lab.experiments.correction import CorrectionWork
 from outergrad_lab.experiments.forward import ForwardWork
 from outergrad_lab.experiments.iterations import IterationsWork
+from outergrad_lab.experiments.pruning import PruningWork
 from outergrad_lab.experiments.selection import SelectionWork
 from outergrad_lab.experiments.task import Context, Settings, Work, at_least, read
 from outergrad_lab.experiments.training import TrainingWork
@@ -232,6 +234,8 @@ KINDS: dict[str, Callable[[Settings], Work]] = {
     "audit": partial(read, AuditWork),
     "forward": partial(read, ForwardWork),
     "correction": partial(read, CorrectionWork),
+    "coding": partial(read, CodingWork),
+    "pruning": partial(read, PruningWork),
 }
 """Functions that make the work of a task from its settings."""
 
