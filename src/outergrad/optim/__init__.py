@@ -1,6 +1,7 @@
-"""Optimizers that go well with gradients of low rank."""
+"""Optimizers that go well with gradients of low rank, or with sparse variables."""
 
+from outergrad.optim.cogd import CoGD
 from outergrad.optim.muon import Muon, muon_groups
 from outergrad.optim.orthonormal import newton_schulz
 
-__all__ = ["Muon", "muon_groups", "newton_schulz"]
+__all__ = ["CoGD", "Muon", "muon_groups", "newton_schulz"]

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
-from torch.optim.adam import adam
 
+from outergrad.optim.adam import move_by_adam
+from outergrad.optim.groups import called, refuse_sparse
 from outergrad.optim.orthonormal import STEPS, newton_schulz
 
 _NO_MATRICES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
@@ -114,7 +115,7 @@ class Muon(Optimizer):
         """Moves the parameters that have a gradient."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
-            _refuse_sparse(group)  # before any parameter has moved
+            refuse_sparse("Muon", group)  # before any parameter has moved
         for group in self.param_groups:
             moved = [p for p in group["params"] if p.grad is not None]
             self._move_matrices(group, [p for p in moved if _is_matrix(group, p)])
@@ -140,30 +141,8 @@ class Muon(Optimizer):
         return grad.lerp(mean, group["momentum"]) if group["nesterov"] else mean
 
     def _move_others(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
-        if not params:
-            return
-        for p in params:
-            if not self.state[p]:
-                zeros = torch.zeros_like(p), torch.zeros_like(p)
-                self.state[p].update(step=torch.tensor(0.0), exp_avg=zeros[0], exp_avg_sq=zeros[1])
-        states = [self.state[p] for p in params]
-        beta1, beta2 = group["betas"]
-        adam(
-            params,
-            [_gradient(p) for p in params],
-            *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq")),
-            max_exp_avg_sqs=[],
-            state_steps=[state["step"] for state in states],
-            has_complex=any(p.is_complex() for p in params),
-            decoupled_weight_decay=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        grads, decay = [_gradient(p) for p in params], group["weight_decay"]
+        move_by_adam(group, params, grads, self.state, weight_decay=decay)
 
 
 def muon_groups(model: nn.Module, adam: Iterable[str] = ()) -> list[dict[str, Any]]:
@@ -228,24 +207,9 @@ def _check(group: Mapping[str, Any]) -> None:
         for k, p in enumerate(group["params"]):
             if p.dim() < 2:
                 raise ValueError(
-                    f"Muon: {_called(group, k)} is a vector in a group with matrices=True; put it "
+                    f"Muon: {called(group, k)} is a vector in a group with matrices=True; put it "
                     f"into one with matrices=False"
                 )
-
-
-def _refuse_sparse(group: Mapping[str, Any]) -> None:
-    for k, p in enumerate(group["params"]):
-        if p.grad is not None and p.grad.is_sparse:
-            raise RuntimeError(
-                f"Muon: {_called(group, k)} has a sparse gradient; build its nn.Embedding with "
-                f"sparse=False, or give it to an optimizer of its own"
-            )
-
-
-def _called(group: Mapping[str, Any], k: int) -> str:
-    """Returns the name of a group's parameter, or its number where names were not given."""
-    names = group.get("param_names")
-    return names[k] if names else f"parameter {k} of a group"
 
 
 def _is_matrix(group: Mapping[str, Any], p: Tensor) -> bool:

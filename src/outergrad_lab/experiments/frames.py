@@ -33,6 +33,8 @@ HEADINGS = {
     "drift": "Streams that drift",
     "autospec": "Spectra by group",
     "rank-bounds": "Ranks and their bounds",
+    "coding": "Sparse codes",
+    "pruning": "Pruned channels",
 }
 """Headings of the kinds of results."""
 
@@ -43,6 +45,7 @@ MEASURED = (
     *("worst_accuracy", "best_accuracy"),
     *("spread", "error_correlation", "odd_ratio"),
     *("rank_bound", "counted_rank", "whole_effective_rank"),
+    *("picked", "norm_share", "objective", "psnr", "nonzero"),
     *("loss_gap", "gap_share", "bytes_share", "steps_to", "fewer_near"),
     *("validation_loss", "hours", "line_bytes", "fewer_line", "quicker", "cut_s"),
     *("noise", "site_epsilon"),
@@ -193,18 +196,6 @@ def _final_rows(result: Result) -> Iterator[Settings]:
         case "sites":
             for method, found in result["steps"].items():
                 yield _named(result, method=method) | _only(found, *MEASURED)
-        case (
-            "iterations"
-            | "selection"
-            | "forward"
-            | "correction"
-            | "pushing"
-            | "drift"
-            | "autospec"
-            | "rank-bounds"
-        ):
-            for row in result["rows"]:
-                yield _named(result) | _only(row, *_OF_ITERATIONS, *MEASURED)
         case "gossip":
             told = {"exchanges": exchanges(result["settings"])}
             for row in result["rows"]:
@@ -212,6 +203,9 @@ def _final_rows(result: Result) -> Iterator[Settings]:
         case "audit":
             for row in observed_rows(result):
                 yield _named(result) | row
+        case _:
+            for row in result["rows"]:
+                yield _named(result) | _only(row, *_OF_ITERATIONS, *MEASURED)
 
 
 def _only(values: Mapping[str, Any], *names: str) -> Settings:

@@ -19,11 +19,13 @@ from outergrad_lab.bench.results import Timing
 from outergrad_lab.bench.run import bench
 from outergrad_lab.experiments.audited import AuditWork
 from outergrad_lab.experiments.autospec import AutospecWork
+from outergrad_lab.experiments.coding import CodingWork
 from outergrad_lab.experiments.correction import CorrectionWork
 from outergrad_lab.experiments.drift import DriftWork
 from outergrad_lab.experiments.forward import ForwardWork
 from outergrad_lab.experiments.gossip import GossipWork
 from outergrad_lab.experiments.iterations import IterationsWork
+from outergrad_lab.experiments.pruning import PruningWork
 from outergrad_lab.experiments.pushing import PushingWork
 from outergrad_lab.experiments.rank_bounds import RankBoundsWork
 from outergrad_lab.experiments.selection import SelectionWork
@@ -242,6 +244,8 @@ KINDS: dict[str, Callable[[Settings], Work]] = {
     "drift": partial(read, DriftWork),
     "autospec": partial(read, AutospecWork),
     "rank-bounds": partial(read, RankBoundsWork),
+    "coding": partial(read, CodingWork),
+    "pruning": partial(read, PruningWork),
 }
 """Functions that make the work of a task from its settings."""
 
