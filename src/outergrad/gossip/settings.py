@@ -26,6 +26,10 @@ class Gossip:
     of them the mean. Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized
     Algorithms?", arXiv 1705.09056.
 
+    Over a directed graph sites push shares of their weights along its edges, and of a mass by which
+    these count (push-sum, arXiv 1811.10792). The model has their quotient, and the mean over all
+    sites is that of both sums.
+
     A neighbour that does not answer within `timeout=` of `og.distribute` is left out until it is
     heard again; what it then said late still counts, so that nothing is lost (docs/gossip.md).
 
@@ -33,7 +37,7 @@ class Gossip:
         graph: "ring", "torus", "complete", "exponential" (one peer per step), "random" (pairs drawn
             anew), the path of a file of edges, or a graph of `og.gossip`.
         method: None to send all weights; `og.gossip.PowerGossip(...)` or `og.gossip.Choco(...)` for
-            fewer bytes.
+            fewer bytes, or over a directed graph `og.gossip.SparsePush(...)`.
         every: k, steps of the optimizer between two exchanges.
         rounds: Rounds of an exchange: the weights are averaged so often in a row. More bring the
             sites nearer to each other.
