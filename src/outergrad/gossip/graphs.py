@@ -183,8 +183,9 @@ class Lossy(Graph):
         return tuple(edge for edge in edges if self._draw(step, edge) >= self.share)
 
     def period(self, sites: int) -> int:
-        """Returns the period of the whole graph."""
-        return self._whole.period(sites)
+        """Returns a number of steps in which no edge has been lost each time, in all likelihood."""
+        times = math.ceil(math.log(1e-6) / math.log(self.share)) if self.share else 1
+        return times * self._whole.period(sites)
 
     def all_edges(self, sites: int) -> Collection[Edge]:
         """Returns the edges of the whole graph: none is left out for ever."""

@@ -28,6 +28,10 @@ class Gossip:
     of them the mean. Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized
     Algorithms?", arXiv 1705.09056.
 
+    Over a directed graph sites push shares of their weights along its edges, and of a mass by which
+    these count (push-sum, arXiv 1811.10792). The model has their quotient, and the mean over all
+    sites is that of both sums.
+
     A neighbour that does not answer within `timeout=` of `og.distribute` is left out until it is
     heard again; what it then said late still counts, so that nothing is lost (docs/gossip.md).
 

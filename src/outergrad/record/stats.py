@@ -136,7 +136,7 @@ class Stats:
             if it came by `most` alone.
         neighbour_distance: with `og.Gossip`, root mean square over the neighbours heard of the
             Euclidean distance between this site's weights and theirs, before the last exchange
-            moved them, as far as its letters told of it; else 0.
+            moved them, as far as its letters told of it; else, and over directed graphs, 0.
     """
 
     step: int = 0

@@ -11,6 +11,7 @@ from outergrad.gossip.graphs import (
     NAMED,
     EdgeList,
     Exponential,
+    Lossy,
     RandomPairs,
     Ring,
     edge_list,
@@ -25,10 +26,13 @@ STAR = EdgeList(((0, 1), (0, 2), (0, 3), (3, 4)))
 UNDIRECTED = [
     *((graph, sites) for name, graph in NAMED.items() for sites in SITES.get(name, [1, 2, 5, 8])),
     (STAR, 5),
+    (Lossy("torus", share=0.3), 6),
 ]
 DIRECTED = [
     *((graph(True), sites) for graph in (Ring, Exponential) for sites in (1, 2, 5, 8)),
     (EdgeList(((0, 1), (1, 2), (2, 0), (1, 0), (2, 3), (3, 1)), directed=True), 4),
+    (Lossy(Ring(True), share=0.3), 5),
+    (Lossy(Exponential(True), share=0.3), 8),
 ]
 
 
@@ -144,6 +148,25 @@ def test_a_pair_may_be_drawn_that_was_not_drawn_in_a_period(monkeypatch):
     monkeypatch.setattr(RandomPairs, "period", lambda self, sites: 1)
     assert neighbours(RandomPairs(), 6, 2) == [0, 1, 3, 4, 5]
     refuse_disconnected(RandomPairs(), 6)
+
+
+@pytest.mark.parametrize("graph", [NAMED["complete"], Ring(directed=True)])
+def test_edges_are_lost_alike_everywhere_and_anew_in_each_step(graph):
+    whole, steps = graph.edges(6), range(400)
+    left = [Lossy(graph, share=0.25, seed=3).edges(6, step) for step in steps]
+    assert left == [Lossy(graph, share=0.25, seed=3).edges(6, step) for step in steps]
+    assert left != [Lossy(graph, share=0.25, seed=4).edges(6, step) for step in steps]
+    assert all(set(edges) <= set(whole) for edges in left)
+    for edge in whole:
+        assert sum(edge in edges for edges in left) / 400 == pytest.approx(0.75, abs=0.1)
+    assert [*Lossy(graph, share=0).edges(6)] == [*whole]
+    assert {*Lossy(graph, share=0.25).all_edges(6)} == {*whole}
+
+
+@pytest.mark.parametrize("share", [-0.1, 1, "0.1", float("nan")])
+def test_shares_of_edges_that_cannot_be_lost(share):
+    with pytest.raises(ValueError, match="use a number from 0 to below 1"):
+        Lossy("ring", share=share)
 
 
 def test_a_file_of_edges(tmp_path):

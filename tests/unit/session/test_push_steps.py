@@ -344,6 +344,7 @@ def test_who_was_heard_and_the_mass_are_recorded():
         events = Events()
         site = Site(og.Gossip(UNEVEN), rank, group, recorder=events).steps(0, 3)
         mass, coverage = part(site)[1], site.session.coverage()
+        site.settle()  # no site is told of an end before it has sent all
         site.session.detach()
         return events, mass, coverage
 
