@@ -26,6 +26,11 @@ from gossip_trials import WAYS, GossipTrial, draw
 from harness import Process
 from judge import Seen
 
+import outergrad.star.dial
+import outergrad.star.lines  # noqa: F401  (what a site needs, and would take time to import)
+from outergrad.star.folder import HubFolder
+from outergrad.star.server import HubServer
+
 LIMIT_S = 120.0
 """After which a trial that is not over has failed, and its processes are ended."""
 _GRACE_S = 2.0
@@ -105,9 +110,6 @@ class RunningGossip:
 
 def _hub(trial: GossipTrial, folder: Path) -> Callable[..., None]:
     def body(tell: Callable[..., None]) -> None:
-        from outergrad.star.folder import HubFolder
-        from outergrad.star.server import HubServer
-
         made, names = HubFolder(folder / f"{trial.number}-hub"), range(trial.sites)
         made.create("localhost:1", ["127.0.0.1"])
         for rank in names:
@@ -154,7 +156,7 @@ def main() -> int:
     parser.add_argument("--injections", type=int, default=20, help="faults that come to pass")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="a single trial, by its number")
-    parser.add_argument("--way", choices=WAYS, help="only over this one")
+    parser.add_argument("--way", choices=sorted(set(WAYS)), help="only over this one")
     parser.add_argument("--at-once", type=int, default=3, help="trials side by side")
     options = parser.parse_args()
     ways = (options.way,) if options.way else WAYS

@@ -25,12 +25,14 @@ class GossipVerdict:
         injected: whether its fault came to pass.
         lost: rounds that counted at one end of an edge alone.
         complaints: what went wrong.
+        has_begun: False where sites had given up before anything happened: the machine was busy.
     """
 
     trial: GossipTrial
     injected: bool
     lost: int
     complaints: Sequence[str]
+    has_begun: bool = True
 
 
 class _Site:
@@ -82,6 +84,8 @@ def judge_gossip(
     """Judges a trial by what its sites have left."""
     sites = [_Site(trial, rank, folder, one) for rank, one in enumerate(seen)]
     injected = bool(seen[trial.victim].told("injected"))
+    if not injected and not hung and not all(one.told("trained") for one in seen):
+        return GossipVerdict(trial, injected, 0, (), has_begun=False)
     dead = {trial.victim} if injected and _is_gone(trial, seen[trial.victim]) else set[int]()
     lost, complaints = 0, ["a process was left"] if hung else []
     if not hung:
@@ -219,3 +223,5 @@ def summary(verdicts: Sequence[GossipVerdict]) -> Iterator[str]:
     wrong = sum(bool(verdict.complaints) for verdict in verdicts)
     injected = sum(verdict.injected for verdict in verdicts)
     yield f"{injected} faults in {len(verdicts)} trials, {wrong} of which went wrong"
+    if busy := sum(not verdict.has_begun for verdict in verdicts):
+        yield f"{busy} trials have not begun: the machine was busy"

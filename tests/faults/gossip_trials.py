@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import outergrad as og
 from outergrad.gossip import Choco, PowerGossip
 
-WAYS = ("gloo", "star", "blind star")
+WAYS = ("gloo", "gloo", "star", "blind star")
+"""How sites reach each other; one in two over gloo."""
 GRAPHS = ("ring", "complete", "exponential", "random")
 HOW = {
     "whole": None,

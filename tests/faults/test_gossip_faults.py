@@ -17,7 +17,7 @@ from covering import LONG
 
 HARNESS = Path(__file__).with_name("gossip_harness.py")
 INJECTIONS = 300 if LONG else 20
-LIMIT_S = 10.0 * INJECTIONS
+LIMIT_S = 15.0 * INJECTIONS
 
 
 @pytest.mark.slow
