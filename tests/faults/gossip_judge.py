@@ -95,7 +95,9 @@ def judge_gossip(
         complaints += found
         begun = trial.moment == "averaging" or seen[trial.victim].last("trained") is not None
         loses = injected and begun and trial.may_lose_a_letter
-        complaints += _means([site for site in sites if site.rank not in dead], loses=loses)
+        told = [site.trained for site in sites if loses and site.trained is not None]
+        moved = np.ptp(np.stack(told), axis=0).max() if told else 0.0
+        complaints += _means([site for site in sites if site.rank not in dead], moved, loses=loses)
         complaints += _words(trial, sites, dead, injected=injected, late=begun)
     return GossipVerdict(trial, injected, lost, complaints)
 
@@ -148,11 +150,12 @@ def _opposites(
     return lost, complaints
 
 
-def _means(left: Sequence[_Site], *, loses: bool) -> Iterator[str]:
+def _means(left: Sequence[_Site], moved: float, *, loses: bool) -> Iterator[str]:
     """The average by rounds keeps the mean of those that are left and reach each other.
 
     Args:
         left: sites that are left.
+        moved: how far moves without an opposite, or with the victim, may have moved their mean.
         loses: whether the victim took part in the average, and a letter of its may be lost.
     """
     for reached in _parts(left):
@@ -162,7 +165,7 @@ def _means(left: Sequence[_Site], *, loses: bool) -> Iterator[str]:
         apart = np.abs(after - after.mean(0)).max()
         shifted = np.abs(after.mean(0) - before.mean(0)).max()
         names = [site.rank for site in reached]
-        if shifted > (spread if loses else _ROUNDING):
+        if shifted > moved + _ROUNDING:
             yield f"the average of {names} has moved their mean by {shifted}"
         if apart > _AGREED * spread + _ROUNDING and not loses:
             yield f"after the average {names} are {apart} apart, before {spread}"
