@@ -25,12 +25,14 @@ class GossipVerdict:
         injected: whether its fault came to pass.
         lost: rounds that counted at one end of an edge alone.
         complaints: what went wrong.
+        has_begun: False where sites had given up before anything happened: the machine was busy.
     """
 
     trial: GossipTrial
     injected: bool
     lost: int
     complaints: Sequence[str]
+    has_begun: bool = True
 
 
 class _Site:
@@ -82,16 +84,30 @@ def judge_gossip(
     """Judges a trial by what its sites have left."""
     sites = [_Site(trial, rank, folder, one) for rank, one in enumerate(seen)]
     injected = bool(seen[trial.victim].told("injected"))
-    dead = {trial.victim} if injected and trial.is_lethal else set[int]()
+    if not injected and not hung and not all(one.told("trained") for one in seen):
+        return GossipVerdict(trial, injected, 0, (), has_begun=False)
+    dead = {trial.victim} if injected and _is_gone(trial, seen[trial.victim]) else set[int]()
     lost, complaints = 0, ["a process was left"] if hung else []
     if not hung:
         complaints += _ends(trial, sites, injected=injected)
     if not complaints:
         lost, found = _opposites(trial, sites, injected=injected)
         complaints += found
-        complaints += _means([site for site in sites if site.rank not in dead], trial, injected)
-        complaints += _words(trial, sites, dead, injected=injected)
+        begun = trial.moment == "averaging" or seen[trial.victim].last("trained") is not None
+        loses = injected and begun and trial.may_lose_a_letter
+        told = [site.trained for site in sites if loses and site.trained is not None]
+        moved = np.ptp(np.stack(told), axis=0).max() if told else 0.0
+        complaints += _means([site for site in sites if site.rank not in dead], moved, loses=loses)
+        complaints += _words(trial, sites, dead, injected=injected, late=begun)
     return GossipVerdict(trial, injected, lost, complaints)
+
+
+def _is_gone(trial: GossipTrial, victim: Seen) -> bool:
+    """Whether the others had to go on without the victim; a signal may have come too late."""
+    if trial.kind != "stop" or trial.moment != "any":
+        return trial.is_lethal
+    told = victim.last("averaged") or {"closed": {}}
+    return any("was away for longer" in why for why in told["closed"].values())
 
 
 def _ends(trial: GossipTrial, sites: Sequence[_Site], *, injected: bool) -> Iterator[str]:
@@ -134,8 +150,14 @@ def _opposites(
     return lost, complaints
 
 
-def _means(left: Sequence[_Site], trial: GossipTrial, injected: bool) -> Iterator[str]:
-    """The average by rounds keeps the mean of those that are left and reach each other."""
+def _means(left: Sequence[_Site], moved: float, *, loses: bool) -> Iterator[str]:
+    """The average by rounds keeps the mean of those that are left and reach each other.
+
+    Args:
+        left: sites that are left.
+        moved: how far moves without an opposite, or with the victim, may have moved their mean.
+        loses: whether the victim took part in the average, and a letter of its may be lost.
+    """
     for reached in _parts(left):
         before = np.stack([site.trained for site in reached])
         after = np.stack([site.averaged for site in reached])
@@ -143,10 +165,9 @@ def _means(left: Sequence[_Site], trial: GossipTrial, injected: bool) -> Iterato
         apart = np.abs(after - after.mean(0)).max()
         shifted = np.abs(after.mean(0) - before.mean(0)).max()
         names = [site.rank for site in reached]
-        in_average = injected and trial.moment == "averaging" and trial.may_lose_a_letter
-        if shifted > (spread if in_average else _ROUNDING):
+        if shifted > moved + _ROUNDING:
             yield f"the average of {names} has moved their mean by {shifted}"
-        if apart > _AGREED * spread + _ROUNDING and not in_average:
+        if apart > _AGREED * spread + _ROUNDING and not loses:
             yield f"after the average {names} are {apart} apart, before {spread}"
 
 
@@ -168,9 +189,9 @@ def _parts(left: Sequence[_Site]) -> list[list[_Site]]:
 
 
 def _words(
-    trial: GossipTrial, sites: Sequence[_Site], dead: set[int], *, injected: bool
+    trial: GossipTrial, sites: Sequence[_Site], dead: set[int], *, injected: bool, late: bool
 ) -> Iterator[str]:
-    """Who is left out is the victim, and the others say why in a site's name."""
+    """Nobody but the victim is left out, and why is known unless it was too late for that."""
     if not injected:
         return
     why = {
@@ -182,7 +203,7 @@ def _words(
         (one or "").startswith("its message") for one in why.values()
     ):
         yield f"nobody has found the damaged letter: {why}"
-    for rank in why if dead and trial.moment != "averaging" else ():
+    for rank in why if dead and not late else ():
         if why[rank] == "":
             yield f"site {rank} has not noticed that site {trial.victim} is gone"
     for site in sites:
@@ -205,3 +226,5 @@ def summary(verdicts: Sequence[GossipVerdict]) -> Iterator[str]:
     wrong = sum(bool(verdict.complaints) for verdict in verdicts)
     injected = sum(verdict.injected for verdict in verdicts)
     yield f"{injected} faults in {len(verdicts)} trials, {wrong} of which went wrong"
+    if busy := sum(not verdict.has_begun for verdict in verdicts):
+        yield f"{busy} trials have not begun: the machine was busy"

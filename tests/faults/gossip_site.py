@@ -29,7 +29,7 @@ from outergrad.session.gossip_steps import Edge
 ROUNDS = 80
 """Of the average by rounds at the end."""
 _RATE = 0.02
-_BEGINS_S, _SETTLES_S, _ENDS_S = 30.0, 8.0, 60.0
+_BEGINS_S, _SETTLES_S, _ENDS_S = 30.0, 40.0, 60.0
 """Longest time of a message when sites begin, when they settle, and until all have ended."""
 Tell = Callable[..., None]
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import outergrad as og
 from outergrad.gossip import Choco, PowerGossip
 
-WAYS = ("gloo", "star", "blind star")
+WAYS = ("gloo", "gloo", "star", "blind star")
+"""How sites reach each other; one in two over gloo."""
 GRAPHS = ("ring", "complete", "exponential", "random")
 HOW = {
     "whole": None,
@@ -19,7 +20,7 @@ WEIGHTS = {"kill": 34, "stop": 18, "late": 16, "damage": 18, "cut": 14}
 MOMENTS = ("before", "sent", "hearing", "moved", "any", "averaging")
 """Where in a step: before it, behind a letter, before one is awaited, behind a move, some time
 after the step began, or in `session.average(rounds=n)`."""
-LONG_STOP_S = 6.0
+LONG_STOP_S = 8.0
 """Longer than a hub waits for a site that is silent."""
 STEPS = 10
 

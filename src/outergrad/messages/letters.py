@@ -30,7 +30,7 @@ _END_OF_NUMBERS = 1 << 62
 
 
 class LetterKind(IntEnum):
-    """What stands behind a head."""
+    """The kinds of letters, and of what is said beside them."""
 
     LETTER = 0
     LAST = 1

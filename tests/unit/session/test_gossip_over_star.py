@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -141,3 +142,32 @@ def test_going_on_of_the_star_itself_is_refused():
             og.distribute(torch.nn.Linear(2, 2), og.Gossip("ring"), transport=one)
 
     on_star(2, body, {"when_lost": "go on"})
+
+
+def test_sites_that_have_lost_the_hub_go_on_by_themselves_and_say_so(caplog):
+    with hub(2) as server, caplog.at_level(logging.WARNING, "outergrad"):
+        stars = [star(server, rank) for rank in range(2)]
+
+        def body(rank, one):
+            site = site_of(og.Gossip("ring"), rank, {"transport": one}, timeout=1).steps(0, 2)
+            together.wait()
+            if rank == 0:
+                server.stop()
+            together.wait()
+            site.steps(2, 5)
+            before = site.weights()
+            assert one._line.line.wait_for(lambda: False, 20.0) is False  # until it has failed
+            site.steps(5, 8)
+            site.session.detach()
+            return site.session.stats().took_part, not torch.equal(
+                flat(before), flat(site.weights())
+            )
+
+        together = threading.Barrier(2)
+        with ThreadPoolExecutor(2) as threads:
+            assert list(threads.map(body, range(2), stars)) == [((), True)] * 2
+        for one in stars:
+            one.close()
+    told = [record.getMessage() for record in caplog.records]
+    for name, other in (("site-a", "site-b"), ("site-b", "site-a")):
+        assert any(one.startswith(f"{name} goes on without {other}: ") for one in told)
