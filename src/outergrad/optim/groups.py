@@ -1,4 +1,4 @@
-"""What optimizers say of the parameters of a group."""
+"""Names of the parameters of an optimizer's group, and the refusal of sparse gradients."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ QUANTITIES = {
     "picked": Quantity("found of those wanted", "%", 1),
     "norm_share": Quantity("share of the norm", "%", 1),
     "objective": Quantity("objective", decimals=3),
-    "psnr": Quantity("PSNR", " dB", 2),
+    "psnr": Quantity("PSNR in dB", decimals=2),
     "nonzero": Quantity("codes that are not 0", "%", 1),
     "kept_rank": Quantity("rank that is kept", decimals=1),
     "effective_rank": Quantity("effective rank", decimals=1),
