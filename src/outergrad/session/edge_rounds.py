@@ -49,13 +49,14 @@ class Edge:
         ended: number of the last round that the neighbour said it has begun; None if this site has
             said so as often.
         is_cold: whether both go on from a new end, once they have settled.
+        fault: why nothing more is read of the neighbour; "" while it keeps to the rules.
     """
 
     def __init__(self, site: Site, end: End) -> None:
         self.site, self.end, self.done = site, end, 0
         self.told = self.unanswered = 0
         self.ended: int | None = None
-        self.is_cold = False
+        self.is_cold, self.fault = False, ""
         self._said: tuple[End, Letter] | None = None
 
     @property
@@ -223,7 +224,7 @@ class EdgeRounds:
 
     def _hear(self, edge: Edge, until: float) -> None:
         """Reads what a neighbour says until its round is over or, in settling, both settled."""
-        while edge.is_waiting or edge.unanswered:
+        while (edge.is_waiting or edge.unanswered) and not edge.fault:
             if edge.ended is not None:
                 if not edge.unanswered:
                     break  # it settles, and this site will
@@ -238,11 +239,15 @@ class EdgeRounds:
                 self._move(edge, letter)
 
     def _move(self, edge: Edge, letter: Letter) -> None:
-        """Moves this site's weights; one of both whose weights are not finite moves nobody."""
+        """Moves this site's weights; one of both whose weights are not finite moves nobody.
+
+        A neighbour whose letter cannot be read is left out for good.
+        """
         try:
             share, difference = edge.hear(letter)
         except ValueError as error:
-            raise RuntimeError(f"Gossip: of {edge.site.called}: {error}") from error
+            edge.fault = str(error)
+            return
         square, now = sum(map(_square, difference)), self._now
         if now is not None:
             now.came[edge.site] = square
@@ -340,7 +345,7 @@ class EdgeRounds:
         return self._lines
 
     def _closed(self, site: int) -> str:
-        return self._line.why_closed(site)
+        return self._edges[site].fault or self._line.why_closed(site)
 
 
 def _square(t: Tensor) -> float:
