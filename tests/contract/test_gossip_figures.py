@@ -15,7 +15,6 @@ from places import REPOSITORY
 
 FOLDER = REPOSITORY / "experiments" / "results" / "gossip"
 PAGE = (REPOSITORY / "docs" / "gossip.md").read_text()
-RELATED = (REPOSITORY / "docs" / "related.md").read_text()
 
 
 @cache
@@ -23,10 +22,8 @@ def results() -> list[dict]:
     return [json.loads(line) for line in (FOLDER / "results.jsonl").read_text().splitlines()]
 
 
-def mean(value: str, told: str, data: str = "mnist", split: str = "even", rate: str = "") -> float:
+def mean(value: str, told: str, **wanted: str) -> float:
     """Over the seeds, of which there are three."""
-    wanted = {"data": data} | ({"split": split} if data == "mnist" else {})
-    wanted |= {"optimizer": rate} if rate else {}
     found = [
         one["rows"][0][value]
         for one in results()
@@ -46,3 +43,46 @@ def test_tables_are_those_of_the_results(name, tmp_path):
     (table,) = write_tables(tables, results(), tmp_path)
     assert table.markdown == (FOLDER / f"{name}.md").read_text()
     assert table.markdown.partition("\n\n")[2] in PAGE
+
+
+def sorted_rows(told: str, value: str = "accuracy") -> float:
+    return 100 * mean(value, told, split="sorted")
+
+
+def gpt(value: str, told: str) -> float:
+    return mean(value, told, data="tinyshakespeare")
+
+
+SENTENCES = {
+    "is at {:.1f} % instead of {:.1f} %, and its worst site at {:.1f} % instead of {:.1f} %": (
+        lambda: [
+            sorted_rows(told, value)
+            for value in ("accuracy", "worst_accuracy")
+            for told in ("ring, momentum=0.9", "ring")
+        ]
+    ),
+    "to {:.1f} %; beside the optimizer's own momentum they bring nothing, {:.1f} %": (
+        lambda: [sorted_rows("ring, rounds=2, momentum=0.9"), sorted_rows("ring, rounds=2")]
+    ),
+    "So {:.1f} points to an all-reduce are left": (
+        lambda: [sorted_rows("all-reduce") - sorted_rows("ring, rounds=2, momentum=0.9")]
+    ),
+    "The ring ends {:.3f} above `og.LocalSteps(15)`, for {:.2f} times its bytes": (
+        lambda: [
+            gpt("test_loss", "ring, every=15") - gpt("test_loss", "local steps, every=15"),
+            gpt("sent_bytes", "ring, every=15") / gpt("sent_bytes", "local steps, every=15"),
+        ]
+    ),
+    "behind five steps cost {:.3f} in loss, behind all fifteen {:.3f}": (
+        lambda: [
+            gpt("test_loss", f"ring, every=15, overlap={steps}")
+            - gpt("test_loss", "ring, every=15")
+            for steps in (5, 15)
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_figures_in_sentences_are_measured(sentence):
+    assert sentence.format(*SENTENCES[sentence]()) in PAGE
