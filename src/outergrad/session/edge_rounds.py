@@ -60,6 +60,11 @@ class Edge:
         self._said: tuple[End, Letter] | None = None
 
     @property
+    def said_bytes(self) -> int:
+        """Length of what this site has said in the round."""
+        return 0 if self._said is None else self._said[1].content.numel()
+
+    @property
     def is_waiting(self) -> bool:
         """True if this site has said something and heard nothing yet."""
         return self._said is not None
@@ -92,6 +97,10 @@ class Edge:
         difference = end.hear(own.content, letter.content)
         self._said, self.done = None, self.done + 1
         return min(own.share, letter.share), difference
+
+    def skip(self) -> None:
+        """Ends a round in which both ends have said things of other kinds: it moves nobody."""
+        self._said, self.done = None, self.done + 1
 
     def last_words(self, *, cold: bool) -> Letter:
         """Begins to settle, and says which round this site has begun last."""
@@ -150,9 +159,10 @@ class EdgeRounds:
         self._start = [kept(p.detach()) for p in shown]
         near = neighbours(method.way, comm.world_size, comm.rank)
         self._edges = {site: Edge(comm.sites[site], self._end(site)) for site in near}
+        self._whole_bytes = Whole().most_bytes(self._start)
         self._lines: Lines | None = None
         if near:
-            most = max(m.most_bytes(self._start) for m in (method.how, Whole()))
+            most = max(method.how.most_bytes(self._start), self._whole_bytes)
             self._lines = comm.exchange_with(near, number, most)
         self._now: Round | None = None
         self._distance, self._clipped = 0.0, set[Site]()
@@ -241,8 +251,14 @@ class EdgeRounds:
     def _move(self, edge: Edge, letter: Letter) -> None:
         """Moves this site's weights; one of both whose weights are not finite moves nobody.
 
-        A neighbour whose letter cannot be read is left out for good.
+        Where one end is in a round of `session.average(rounds=n)`, of whole weights, and the other
+        is late, the round moves nobody, at both. A neighbour whose letter cannot be read is left
+        out for good.
         """
+        sizes = {letter.content.numel(), edge.said_bytes}
+        if len(sizes) == 2 and self._whole_bytes in sizes:
+            edge.skip()
+            return
         try:
             share, difference = edge.hear(letter)
         except ValueError as error:

@@ -520,3 +520,57 @@ def test_steps_without_an_optimizer_are_counted_by_hand():
     assert one
     assert other
     torch.testing.assert_close(flat(a), flat(b), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_neighbour_whose_letter_cannot_be_read_is_left_out_for_good(name, caplog):
+    """Site 0 sends nine bytes in place of what it says, with a checksum that is right."""
+
+    def body(rank, group):
+        site = Site(og.Gossip("complete", METHODS[name]), rank, group)
+        if rank == 0:
+            lines = site.session._updates._part._lines
+            send, nine = lines.send, torch.zeros(9, dtype=torch.uint8)
+
+            def lie(to, letter):
+                is_said = letter.content.numel() > 0
+                send(to, letter._replace(content=nine) if is_said else letter)
+
+            lines.send = lie
+        site.steps(0, 3)
+        took_part = site.session.stats().took_part
+        site.session.detach()
+        return took_part
+
+    with caplog.at_level(logging.WARNING, "outergrad"):
+        _, one, two = run_ranks(3, body)
+    assert (one, two) == (("site 2",), ("site 1",))
+    told = [r.getMessage() for r in caplog.records if "without site 0" in r.getMessage()]
+    assert sorted(told)[0].startswith("site 1 goes on without site 0: a letter of 9 bytes came")
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_round_of_whole_weights_that_meets_another_moves_nobody(name):
+    """Site 1 saves a state and goes on where site 0 asks for an average by rounds."""
+
+    def body(rank, group):
+        site = Site(og.Gossip("complete", METHODS[name]), rank, group, lr=0.0)
+        before = site.differ()
+        if rank:
+            site.session.state_dict()
+            site.steps(0, 1)
+        else:
+            site.session.average(rounds=1)
+        between = site.weights()
+        end = site.steps(1, 4).weights()
+        site.session.detach()
+        return before, between, end
+
+    (a, a_then, a_end), (b, b_then, b_end) = run_on_lasting_groups(2, body)
+    if METHODS[name] is not None:
+        assert torch.equal(flat(a), flat(a_then))
+        assert torch.equal(flat(b), flat(b_then))
+    sums = flat(a) + flat(b), flat(a_end) + flat(b_end)
+    torch.testing.assert_close(*sums, rtol=0, atol=1e-13)
+    assert (flat(a_end) - flat(b_end)).norm() < (flat(a) - flat(b)).norm()
