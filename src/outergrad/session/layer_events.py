@@ -13,7 +13,7 @@ from outergrad.core.model import Compressors, Model
 from outergrad.core.types import Slot
 from outergrad.events import Layer
 from outergrad.linalg.inner import inner
-from outergrad.record.gauge import Reading
+from outergrad.record.gauge import Reading, whole
 from outergrad.record.stats import LayerStats, Stats
 
 _LINEAR = ("gradient_norm", "mean_norm", "residual_norm", "delta_norm", "sample_norm")
@@ -85,8 +85,8 @@ class LayerEvents:
         if name in residuals:
             found["residual_norm"] = residuals[name]
         if "effective_rank" in found:
-            whole = by_rows and name not in residuals
-            found["rank_bound"] = self._rank_bound(context, name, whole=whole)
+            of_step = by_rows and name not in residuals
+            found["rank_bound"] = self._rank_bound(context, name, of_step=of_step)
         return self._event(
             header.step,
             name,
@@ -107,20 +107,20 @@ class LayerEvents:
         about: dict[str, Any] = {"rank": self._rank, "step": step, "layer": name, "rows": rows}
         return Layer(**about, wait_s=0.0, **vars(layer), **measured)
 
-    def _rank_bound(self, context: StepContext, name: str, *, whole: bool) -> float | None:
+    def _rank_bound(self, context: StepContext, name: str, *, of_step: bool) -> float:
         """Returns the largest rank of a weight's mean gradient, averaged over its matrices.
 
         Args:
             context: the step.
             name: the weight.
-            whole: whether all that arrives is of the rows of this step, of all sites.
+            of_step: whether all that arrives is of the rows of this step, of all sites.
         """
-        matrices = [m for unit in self._model.units for m in unit.matrices if m.weight == name]
+        of_units = (m for unit in self._model.units for m in unit.matrices if m.weight == name)
+        matrices = list(of_units) or whole(name, self._model.params[name])
         bounds = [(min(m.outputs, m.inputs), m) for m in matrices]
-        if whole:
+        if of_step:
             bounds = [(min(most, _rows_of_all(context, m)), m) for most, m in bounds]
-        groups = sum(m.groups for m in matrices)
-        return sum(most * m.groups for most, m in bounds) / groups if groups else None
+        return sum(most * m.groups for most, m in bounds) / sum(m.groups for m in matrices)
 
     def _residuals(self) -> dict[str, float]:
         """Returns the norm of the residual (error feedback) of each weight."""

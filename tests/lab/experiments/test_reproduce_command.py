@@ -106,7 +106,7 @@ def test_the_list_says_what_each_shows() -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["nothing"], "outergrad: no experiment 'nothing': there are audit, char-gpt, "),
+        (["nothing"], "outergrad: no experiment 'nothing': there are audit, autospec, "),
         (["mnist-mlp", "--data-dir", "nowhere"], "outergrad data get mnist"),
     ],
 )
