@@ -9,7 +9,6 @@ from outergrad.drift.detectors import Detector
 from outergrad.drift.kolmogorov_smirnov import KolmogorovSmirnov
 
 KINDS = ("losses", "observed")
-_USUAL = KolmogorovSmirnov()
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class OnDrift:
             be no exchange for ever.
     """
 
-    detector: Detector = _USUAL
+    detector: Detector = field(default=KolmogorovSmirnov())
     of: Literal["losses", "observed"] = field(default="losses", kw_only=True)
     check: int = field(default=1, kw_only=True)
     most: int | None = field(default=None, kw_only=True)
