@@ -256,7 +256,8 @@ class EdgeRounds:
         out for good.
         """
         sizes = {letter.content.numel(), edge.said_bytes}
-        if len(sizes) == 2 and self._whole_bytes in sizes:
+        has_kinds = not isinstance(self._method.how, Whole)
+        if has_kinds and len(sizes) == 2 and self._whole_bytes in sizes:
             edge.skip()
             return
         try:
