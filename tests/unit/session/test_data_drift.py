@@ -13,11 +13,12 @@ from torch.optim import SGD
 
 import outergrad as og
 from cases import Events, mlp, relative_error
-from jumping import JUMP, STEADY, Jumps
+from jumping import JUMP, REFUSED_VALUE, STEADY, Jumps
 from ranks import run_on_lasting_groups, try_ranks
 from sites_apart import INNER, LOW_RANK, Site, batch, loss, model, plain, train
 
 OBSERVED = og.OnDrift(Jumps(), of="observed")
+BOUNDED = og.OnDrift(Jumps(), of="observed", most=5)
 
 
 class Observing(Site):
@@ -123,7 +124,7 @@ def test_a_vote_is_a_byte_to_each_other_site():
 
 
 def test_losses_are_what_a_detector_hears_by_itself():
-    """One site's loss jumps; passes in no_sync and of another model are no concern of it."""
+    """One site's loss jumps; passes of another model are no concern of it."""
 
     def body(rank, group):
         net, other = model(), nn.Linear(3, 1)
@@ -241,28 +242,40 @@ def observes_nan(site, number):
     site.session.observe(float("nan") if (site.rank, number) == (1, 2) else STEADY)
 
 
+def observes_what_its_detector_refuses(site, number):
+    site.session.observe(REFUSED_VALUE if (site.rank, number) == (1, 2) else STEADY)
+
+
 MISTAKES = {
     observes_nothing: "site 1 observed nothing since the last check: call session.observe",
     observes_an_empty_batch: "site 1 observed nothing since the last check: call session.observe",
     observes_nan: "site 1 observed a value that is not finite, which no detector can judge",
+    observes_what_its_detector_refuses: "site 1 had a detector that raised: the error is the cause",
 }
 
 
-@pytest.mark.parametrize("method", [og.LocalSteps(OBSERVED), og.DAD(every=OBSERVED)])
+@pytest.mark.parametrize("method", [og.LocalSteps(BOUNDED), og.DAD(every=BOUNDED)])
 @pytest.mark.parametrize("observes", MISTAKES, ids=lambda f: f.__name__)
 def test_what_no_detector_can_judge_is_an_error_at_all_sites(observes, method):
+    """It is of that check alone: the sites go on together, and exchange when they would have."""
+
     def body(rank, group):
-        site = Site(method, rank, group)
-        for number in range(3):
+        site, made = Site(method, rank, group), []
+        for number in range(5):
             observes(site, number)
             if number == 2:
-                with pytest.raises(RuntimeError, match=f"OnDrift: {MISTAKES[observes]}"):
+                with pytest.raises(RuntimeError, match=f"OnDrift: {MISTAKES[observes]}") as caught:
                     site.steps(number, number + 1)
+                raised = isinstance(caught.value.__cause__, ArithmeticError)
+                refused = observes is observes_what_its_detector_refuses
+                assert raised == (refused and rank == 1)
             else:
                 site.steps(number, number + 1)
+            made.append(site.session.stats().step)
         site.session.detach()
+        return made
 
-    run_on_lasting_groups(2, body)
+    assert run_on_lasting_groups(2, body) == [[0, 0, 0, 0, 1]] * 2
 
 
 def test_a_loss_that_is_not_one_number_is_an_error_at_all_sites():
