@@ -123,7 +123,8 @@ class DataDrift:
                 is the error's cause there; or they are not at the same check.
         """
         self._checks += 1
-        if self._checks * self._settings.check == self._settings.most:
+        most = self._settings.most
+        if most is not None and self._checks * self._settings.check >= most:
             self._values.clear()
             return self._decided(())
         votes = self._votes_of_all(*self._vote())

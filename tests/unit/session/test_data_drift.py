@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -224,6 +225,34 @@ def test_an_exchange_that_the_loop_asks_for_begins_anew():
         return made
 
     assert run_on_lasting_groups(2, body) == [[1, 1, 2, 2, 3, 3, 4, 4]] * 2
+
+
+@pytest.mark.parametrize(("jump", "discarded"), [(JUMP, 2), (STEADY, 3)])
+def test_an_exchange_that_was_discarded_is_made_at_the_next_check(jump, discarded):
+    """Whether it was due by a drift, which the detector still sees, or by `most`."""
+
+    def body(rank, group):
+        on_drift = og.OnDrift(Jumps(), of="observed", most=4)
+        site, led = Site(og.LocalSteps(on_drift), rank, group), []
+        finish = site.session._loop.finish
+
+        def finish_in_vain(step):
+            finish(step)
+            raise og.StepDiscardedError("a message was damaged")
+
+        for number in range(10):
+            site.session.observe(jump if number == 2 else STEADY)
+            fails = number == discarded
+            site.session._loop.finish = finish_in_vain if fails else finish
+            before = site.session.stats().drift_exchanges
+            with pytest.raises(og.StepDiscardedError) if fails else nullcontext():
+                site.steps(number, number + 1)
+            led += [number] * (site.session.stats().drift_exchanges - before)
+        site.session.detach()
+        return led
+
+    made = [discarded, discarded + 1, discarded + 5]
+    assert run_on_lasting_groups(2, body) == [made] * 2
 
 
 # -- mistakes, which all sites hear of ------------------------------------------------------------
