@@ -200,21 +200,31 @@ class DataDrift:
     # -- saved and loaded -------------------------------------------------------------------------
 
     def state(self) -> StateDict:
-        """Returns the detector's state, what waits for the next check, and the counts."""
+        """Returns what the detector has heard, which is the site's own, and counts, alike at all.
+
+        What was heard is the detector's state, and what waits for the next check.
+        """
+        values = [values.clone() for values in self._values]
         return {
-            "monitor": self._monitor.state(),
-            "values": [values.clone() for values in self._values],
+            "heard": {"monitor": self._monitor.state(), "values": values},
             "checks": self._checks,
             "votes": self._votes,
             "exchanges": self.exchanges,
             "drifted": list(self.drifted),
         }
 
-    def load(self, state: StateDict) -> None:
-        """Goes on from a saved `state()`."""
+    def load(self, state: StateDict, *, is_own: bool) -> None:
+        """Goes on from a saved `state()`.
+
+        Args:
+            state: what `state()` returned; None for "heard" begins with a new detector.
+            is_own: False if it is of another site, of whose data this one's detector is no judge.
+        """
         self.restart()
-        self._monitor.load(state["monitor"])
-        self._values += [values.clone() for values in state["values"]]
+        heard = state["heard"] if is_own else None
+        if heard is not None:
+            self._monitor.load(heard["monitor"])
+            self._values += [values.clone() for values in heard["values"]]
         self._checks, self._votes = state["checks"], state["votes"]
         self.exchanges, self.drifted = state["exchanges"], tuple(state["drifted"])
 
