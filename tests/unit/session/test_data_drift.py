@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from contextlib import nullcontext
 
@@ -417,4 +416,3 @@ def test_a_site_alone_decides_alone():
         return found
 
     assert run_on_lasting_groups(1, body) == [(1, ("site 0",))]
-    assert copy.copy(OBSERVED) == OBSERVED
