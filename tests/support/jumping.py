@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-STEADY, JUMP = 0.0, 2.0
+STEADY, JUMP, REFUSED_VALUE = 0.0, 2.0, -77.0
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Summed:
         assert values.dtype == torch.float64
         assert values.dim() == 1
         assert len(values)
+        if float(values.min()) == REFUSED_VALUE:
+            raise ArithmeticError("a value that this detector refuses")
         self.total += float(values.sum())
         return self.total > 1
 

@@ -284,9 +284,12 @@ class Cast:
 
     def _letter(self, state: StateDict, number: int, rank: int) -> StateDict:
         to, first = self.numbers[rank], min(self.rank_then, key=self.rank_then.__getitem__)
-        letter = {"rank": state["rank"], "session": self._session(state, rank)}
+        session = self._session(state, rank)
         if to == number:
-            return letter | {"parts": state["parts"], "random": state["random"]}
+            own = {"parts": state["parts"], "random": state["random"]}
+            return {"rank": state["rank"], "session": session} | own
+        shown = None if session is None else _without_heard(session)
+        letter = {"rank": state["rank"], "session": shown}
         if to in self.new and number == first:  # new sites get its state
             parts = for_a_new_site(state["parts"], state["own"])
             return letter | {"parts": parts, "random": None}
@@ -310,7 +313,7 @@ def with_lost(states: Mapping[int, StateDict], sites: int) -> list[StateDict]:
         states: available states, by rank; at least one.
         sites: number of sites that saved.
     """
-    pattern = _without_debts(states[min(states)], start=True)
+    pattern = _without_heard(_without_debts(states[min(states)], start=True))
     return [states.get(rank, {**pattern, "rank": rank}) for rank in range(sites)]
 
 
@@ -329,6 +332,13 @@ def _without_debts(session: StateDict, *, start: bool) -> StateDict:
     if not start:
         found.pop("local_steps", None)
     return found
+
+
+def _without_heard(session: StateDict) -> StateDict:
+    """Returns a session's state without what its detector of `og.OnDrift` has heard of its data."""
+    if "drift" not in session:
+        return session
+    return {**session, "drift": {**session["drift"], "heard": None}}
 
 
 def _sent(compressor: StateDict) -> StateDict:

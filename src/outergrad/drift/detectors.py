@@ -13,6 +13,8 @@ class Monitor(Protocol):
     def has_drifted(self, values: Tensor) -> bool:
         """Takes the next values; True if the stream is not what it was.
 
+        If it raises, all sites raise at this check, and name its site.
+
         Args:
             values: of one check, in their order, finite, (n,) float64, on the host; n is 1 or more.
         """

@@ -60,6 +60,11 @@ class OnDrift:
                 f"OnDrift: detector={type(self.detector).__name__}: the sites compare its repr, "
                 f"which is that of every object; make it a frozen dataclass"
             )
+        if type(self.detector).__hash__ is None:
+            raise TypeError(
+                f"OnDrift: detector={self.detector!r} has no hash, by which settings of layers are "
+                f"told apart; make it a frozen dataclass"
+            )
         _require(self.of in KINDS, "of", self.of, "'losses' or 'observed'")
         whole = type(self.check) is int and self.check >= 1
         _require(whole, "check", self.check, "a whole number, 1 or more")

@@ -35,6 +35,8 @@ class Vote(IntEnum):
     """It has no value since the last check."""
     NOT_FINITE = 3
     """It has a value that no detector can judge."""
+    RAISED = 4
+    """Its detector has raised an error."""
 
 
 _NUMBERS = 256 // len(Vote)
@@ -117,13 +119,15 @@ class DataDrift:
 
         Raises:
             ExchangeError: the transport failed.
-            RuntimeError: on all sites: one has nothing to judge, or they are not at the same check.
+            RuntimeError: on all sites: one has nothing to judge, or its detector has raised, which
+                is the error's cause there; or they are not at the same check.
         """
         self._checks += 1
-        if self._checks * self._settings.check == self._settings.most:
+        most = self._settings.most
+        if most is not None and self._checks * self._settings.check >= most:
             self._values.clear()
             return self._decided(())
-        votes = self._votes_of_all(self._vote())
+        votes = self._votes_of_all(*self._vote())
         sites = [self._at.comm.sites[rank] for rank, v in enumerate(votes) if v == Vote.DRIFT]
         return self._decided(tuple(site.called for site in sites)) if sites else False
 
@@ -137,8 +141,17 @@ class DataDrift:
         self._reporter.drift(self._at.stats.step, self._checks, drifted)
         return True
 
-    def _vote(self) -> Vote:
-        """Returns this site's vote on what it has observed since the last check."""
+    def _vote(self) -> tuple[Vote, Exception | None]:
+        """Returns this site's vote on what it has observed since the last check.
+
+        An error of its detector is returned, too: the others wait for the vote.
+        """
+        try:
+            return self._judged(), None
+        except Exception as error:
+            return Vote.RAISED, error
+
+    def _judged(self) -> Vote:
         found = [values.to("cpu", torch.float64) for values in self._values]
         self._values.clear()
         values = torch.cat(found) if found else torch.empty(0)
@@ -148,8 +161,13 @@ class DataDrift:
             return Vote.NOT_FINITE
         return Vote.DRIFT if self._monitor.has_drifted(values) else Vote.STEADY
 
-    def _votes_of_all(self, own: Vote) -> Sequence[Vote]:
-        """Sends this site's vote, a byte, and returns those of all sites."""
+    def _votes_of_all(self, own: Vote, error: Exception | None) -> Sequence[Vote]:
+        """Sends this site's vote, a byte, and returns those of all sites.
+
+        Args:
+            own: the vote.
+            error: of this site's detector, if it has raised.
+        """
         comm, number = self._at.comm, self._votes % _NUMBERS
         self._votes += 1
         found = bytes_of_all(comm, number * len(Vote) + own) if comm.world_size > 1 else None
@@ -160,10 +178,11 @@ class DataDrift:
                     f"OnDrift: {comm.sites[rank].called} is at another check than "
                     f"{self._at.me.called}: every site has to make the same number of steps"
                 )
-        for vote, told in ((Vote.NOTHING, self._nothing), (Vote.NOT_FINITE, _NOT_FINITE)):
+        refused = {Vote.RAISED: _RAISED, Vote.NOTHING: self._nothing, Vote.NOT_FINITE: _NOT_FINITE}
+        for vote, told in refused.items():
             sites = [comm.sites[rank] for rank, one in enumerate(votes) if one == vote]
             if sites:
-                raise RuntimeError(f"OnDrift: {called(sites)} {told}")
+                raise RuntimeError(f"OnDrift: {called(sites)} {told}") from error
         return votes
 
     @property
@@ -181,21 +200,31 @@ class DataDrift:
     # -- saved and loaded -------------------------------------------------------------------------
 
     def state(self) -> StateDict:
-        """Returns the detector's state, what waits for the next check, and the counts."""
+        """Returns what the detector has heard, which is the site's own, and counts, alike at all.
+
+        What was heard is the detector's state, and what waits for the next check.
+        """
+        values = [values.clone() for values in self._values]
         return {
-            "monitor": self._monitor.state(),
-            "values": [values.clone() for values in self._values],
+            "heard": {"monitor": self._monitor.state(), "values": values},
             "checks": self._checks,
             "votes": self._votes,
             "exchanges": self.exchanges,
             "drifted": list(self.drifted),
         }
 
-    def load(self, state: StateDict) -> None:
-        """Goes on from a saved `state()`."""
+    def load(self, state: StateDict, *, is_own: bool) -> None:
+        """Goes on from a saved `state()`.
+
+        Args:
+            state: what `state()` returned; None for "heard" begins with a new detector.
+            is_own: False if it is of another site, of whose data this one's detector is no judge.
+        """
         self.restart()
-        self._monitor.load(state["monitor"])
-        self._values += [values.clone() for values in state["values"]]
+        heard = state["heard"] if is_own else None
+        if heard is not None:
+            self._monitor.load(heard["monitor"])
+            self._values += [values.clone() for values in heard["values"]]
         self._checks, self._votes = state["checks"], state["votes"]
         self.exchanges, self.drifted = state["exchanges"], tuple(state["drifted"])
 
@@ -204,6 +233,8 @@ _NOT_FINITE = (
     "observed a value that is not finite, which no detector can judge: leave such values out, with "
     "of='observed' and session.observe(values)"
 )
+
+_RAISED = "had a detector that raised: the error is the cause of this one there"
 
 
 def bytes_of_all(comm: Comm, byte: int) -> list[int]:

@@ -633,7 +633,7 @@ class Session:
         own = state if isinstance(state, dict) else state[at.comm.rank % len(state)]
         exchange.weighting.load(own.get("samples", {}))
         if exchange.drift is not None:
-            exchange.drift.load(own["drift"])
+            exchange.drift.load(own["drift"], is_own=own["rank"] == at.comm.rank)
         exchange.next_forward.resume(progress.tap_next)
         at.resume(progress.step)
         if exchange.counter is not None:

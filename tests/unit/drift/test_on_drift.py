@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 import outergrad as og
@@ -13,10 +15,21 @@ class Nameless:
         return None
 
 
+@dataclass
+class Unfrozen:
+    def start(self):
+        return None
+
+
 REFUSED = {
     "a class": (TypeError, lambda: og.OnDrift(Jumps), "detector=<class .*; use og.drift."),
     "no detector": (TypeError, lambda: og.OnDrift(0.01), "detector=0.01; use og.drift."),
     "no repr": (TypeError, lambda: og.OnDrift(Nameless()), "Nameless: the sites compare its repr"),
+    "no hash": (
+        TypeError,
+        lambda: og.OnDrift(Unfrozen()),
+        "has no hash, .*make it a frozen dataclass",
+    ),
     "of": (ValueError, lambda: og.OnDrift(of="loss"), "of='loss'; use 'losses' or 'observed'"),
     "check": (ValueError, lambda: og.OnDrift(check=0), "check=0; use a whole number, 1 or more"),
     "most": (ValueError, lambda: og.OnDrift(check=4, most=6), "most=6; .* that check=4 divides"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import io
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,11 +13,12 @@ from torch.optim import SGD
 
 import outergrad as og
 from cases import Events, mlp, relative_error
-from jumping import JUMP, STEADY, Jumps
+from jumping import JUMP, REFUSED_VALUE, STEADY, Jumps
 from ranks import run_on_lasting_groups, try_ranks
 from sites_apart import INNER, LOW_RANK, Site, batch, loss, model, plain, train
 
 OBSERVED = og.OnDrift(Jumps(), of="observed")
+BOUNDED = og.OnDrift(Jumps(), of="observed", most=5)
 
 
 class Observing(Site):
@@ -123,7 +124,7 @@ def test_a_vote_is_a_byte_to_each_other_site():
 
 
 def test_losses_are_what_a_detector_hears_by_itself():
-    """One site's loss jumps; passes in no_sync and of another model are no concern of it."""
+    """One site's loss jumps; passes of another model are no concern of it."""
 
     def body(rank, group):
         net, other = model(), nn.Linear(3, 1)
@@ -225,6 +226,34 @@ def test_an_exchange_that_the_loop_asks_for_begins_anew():
     assert run_on_lasting_groups(2, body) == [[1, 1, 2, 2, 3, 3, 4, 4]] * 2
 
 
+@pytest.mark.parametrize(("jump", "discarded"), [(JUMP, 2), (STEADY, 3)])
+def test_an_exchange_that_was_discarded_is_made_at_the_next_check(jump, discarded):
+    """Whether it was due by a drift, which the detector still sees, or by `most`."""
+
+    def body(rank, group):
+        on_drift = og.OnDrift(Jumps(), of="observed", most=4)
+        site, led = Site(og.LocalSteps(on_drift), rank, group), []
+        finish = site.session._loop.finish
+
+        def finish_in_vain(step):
+            finish(step)
+            raise og.StepDiscardedError("a message was damaged")
+
+        for number in range(10):
+            site.session.observe(jump if number == 2 else STEADY)
+            fails = number == discarded
+            site.session._loop.finish = finish_in_vain if fails else finish
+            before = site.session.stats().drift_exchanges
+            with pytest.raises(og.StepDiscardedError) if fails else nullcontext():
+                site.steps(number, number + 1)
+            led += [number] * (site.session.stats().drift_exchanges - before)
+        site.session.detach()
+        return led
+
+    made = [discarded, discarded + 1, discarded + 5]
+    assert run_on_lasting_groups(2, body) == [made] * 2
+
+
 # -- mistakes, which all sites hear of ------------------------------------------------------------
 
 
@@ -241,28 +270,40 @@ def observes_nan(site, number):
     site.session.observe(float("nan") if (site.rank, number) == (1, 2) else STEADY)
 
 
+def observes_what_its_detector_refuses(site, number):
+    site.session.observe(REFUSED_VALUE if (site.rank, number) == (1, 2) else STEADY)
+
+
 MISTAKES = {
     observes_nothing: "site 1 observed nothing since the last check: call session.observe",
     observes_an_empty_batch: "site 1 observed nothing since the last check: call session.observe",
     observes_nan: "site 1 observed a value that is not finite, which no detector can judge",
+    observes_what_its_detector_refuses: "site 1 had a detector that raised: the error is the cause",
 }
 
 
-@pytest.mark.parametrize("method", [og.LocalSteps(OBSERVED), og.DAD(every=OBSERVED)])
+@pytest.mark.parametrize("method", [og.LocalSteps(BOUNDED), og.DAD(every=BOUNDED)])
 @pytest.mark.parametrize("observes", MISTAKES, ids=lambda f: f.__name__)
 def test_what_no_detector_can_judge_is_an_error_at_all_sites(observes, method):
+    """It is of that check alone: the sites go on together, and exchange when they would have."""
+
     def body(rank, group):
-        site = Site(method, rank, group)
-        for number in range(3):
+        site, made = Site(method, rank, group), []
+        for number in range(5):
             observes(site, number)
             if number == 2:
-                with pytest.raises(RuntimeError, match=f"OnDrift: {MISTAKES[observes]}"):
+                with pytest.raises(RuntimeError, match=f"OnDrift: {MISTAKES[observes]}") as caught:
                     site.steps(number, number + 1)
+                raised = isinstance(caught.value.__cause__, ArithmeticError)
+                refused = observes is observes_what_its_detector_refuses
+                assert raised == (refused and rank == 1)
             else:
                 site.steps(number, number + 1)
+            made.append(site.session.stats().step)
         site.session.detach()
+        return made
 
-    run_on_lasting_groups(2, body)
+    assert run_on_lasting_groups(2, body) == [[0, 0, 0, 0, 1]] * 2
 
 
 def test_a_loss_that_is_not_one_number_is_an_error_at_all_sites():
@@ -375,4 +416,3 @@ def test_a_site_alone_decides_alone():
         return found
 
     assert run_on_lasting_groups(1, body) == [(1, ("site 0",))]
-    assert copy.copy(OBSERVED) == OBSERVED
