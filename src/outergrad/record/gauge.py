@@ -20,7 +20,7 @@ from outergrad.linalg.inner import inner, shared_directions
 from outergrad.linalg.leading import effective_rank, leading_values, values_of_rows
 from outergrad.linalg.outer import stack, widened
 from outergrad.linalg.sample_products import squared_sample_norms
-from outergrad.record.groups import GroupSpectra
+from outergrad.record.groups import GroupSpectra, Uses
 from outergrad.record.recorders import warn
 
 SPECTRUM = 16
@@ -208,8 +208,6 @@ TIMES = 3.0
 """A sample is an outlier if its norm is above this multiple of the median."""
 MOST = 5
 """Maximum number of outliers reported for each weight."""
-
-Uses = Sequence[Callable[[], Factors]]
 
 
 class SampleNorms:

@@ -144,7 +144,7 @@ def _group_of_rows(rows: SampleRows, labels: Sequence[str], names: Sequence[str]
 
 
 def _values(slot: Slot, rows: Factors, scale: float) -> _Values:
-    d_GNO, a = rows.d_GRO * scale, rows.a_GRI
+    d_GNO, a = rows.d_GRO.double() * scale, rows.a_GRI
     deltas = values_of(d_GNO)
     if not slot.lookup:
         return _Values(values_of(a), deltas, values_of_product(d_GNO, a), d_GNO.shape[1])

@@ -122,14 +122,12 @@ class Reporter:
 
     def reading(self, step: int) -> Reading | None:
         """Begins the measurement of a step; None if no recorder records it."""
-        if not self._clients:
-            return None
         due = self._due(step)
-        allowed_s = max((client.allowed_s for client in due), default=0.0) - self._told_s
-        by = {"by_sample": any(client.samples for client in due)}
         if not due:
             return None
-        return self._gauge.reading(allowed_s, by_group=self._group_spectra(due), **by)
+        allowed_s = max(client.allowed_s for client in due) - self._told_s
+        by_sample, by_group = any(client.samples for client in due), self._group_spectra(due)
+        return self._gauge.reading(allowed_s, by_sample=by_sample, by_group=by_group)
 
     def _group_spectra(self, due: Sequence[Client]) -> GroupSpectra | None:
         if self.groups is None or not any(client.groups for client in due):

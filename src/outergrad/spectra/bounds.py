@@ -77,7 +77,9 @@ def rank_bounds(
     Choose it to see what rank to send at most (`og.RankDAD(rank=...)`), or whether a batch or a
     bottleneck makes gradients of low rank; `numerical_rank` of a gradient tells how far it is used.
     Bounds are those of one batch at one site: the mean of S sites has up to S times the rows.
-    Rows that are zeros count, as those of a recurrent layer's first state.
+    Rows that are zeros count, as those of a recurrent layer's first state. The loss is taken to
+    depend on what the forward returns alone: what a model keeps aside for a penalty on inner
+    activations passes by a bottleneck.
 
     The model is copied, and the copy called once, without backward; what a wrong kind of batch
     raises there is raised here.

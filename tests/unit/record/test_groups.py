@@ -12,7 +12,9 @@ import outergrad as og
 from by_sample import SampleCase, built, by_sample, floats, loss_of
 from cases import Branches, Events
 from covering import rest_slow
+from outergrad.core.types import Factors, Slot
 from outergrad.record.gauge import SPECTRUM
+from outergrad.record.groups import GroupSpectra
 from ranks import run_on_lasting_groups
 
 SITES = 2
@@ -216,6 +218,16 @@ def test_other_labels_than_samples_are_refused():
         assert type(model) is type(case.model)
 
     run_on_lasting_groups(SITES, body)
+
+
+def test_values_of_rows_in_half_precision_are_not_rounded_again():
+    """Deltas near the smallest number of float16, times the inverse of five sites."""
+    d_GNO, a_GNI = (1e-7 * torch.randn(1, 6, 8)).half(), torch.randn(1, 6, 5).half()
+    spectra = GroupSpectra("site 0", SPECTRUM, labelled=False)
+    spectra.add(Slot("", "weight", 8, 5), [lambda: Factors(d_GNO, a_GNI)], 0.2)
+    (found,) = spectra.measured("weight")["group_gradient"].values()
+    wanted = 0.2 * torch.linalg.svdvals(d_GNO[0].double().mT @ a_GNI[0].double())
+    assert found == pytest.approx(wanted.tolist(), rel=1e-6, abs=1e-12)
 
 
 def test_gradients_are_the_same_bits_whoever_listens():
