@@ -41,7 +41,6 @@ HEADINGS = {
 MEASURED = (
     *("accuracy", "auc", "test_loss", "train_loss", "sent_bytes", "total_bytes", "fewer", "gap"),
     *("step_s", "compute_s", "error", "best_error", "ratio", "kept_rank", "ms"),
-    *("picked", "norm_share"),
     *("worst_accuracy", "best_accuracy"),
     *("spread", "error_correlation", "odd_ratio"),
     *("rank_bound", "counted_rank", "whole_effective_rank"),
