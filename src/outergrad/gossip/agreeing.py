@@ -65,10 +65,13 @@ def _mixed(x_SC: torch.Tensor, graph: Graph, sites: int, step: int, gamma: float
 def refuse_parting(method: Gossip, sites: int) -> None:
     """Checks that momentum does not drive sites apart.
 
+    Where the edges are the same in every step none below 1 does: z² - (λ + γ) z + γ has its roots
+    inside the unit circle for every eigenvalue λ of W between -1 and 1.
+
     Raises:
         ValueError: it does, on this graph of so many sites.
     """
-    if not method.momentum or sites == 1:
+    if not method.momentum or sites == 1 or method.way.period(sites) == 1:
         return
 
     def parts(momentum: float) -> bool:

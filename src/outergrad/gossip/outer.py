@@ -25,7 +25,7 @@ class OuterMomentum:
     """
 
     def __init__(self, params: Sequence[Tensor], lr: float, momentum: float) -> None:
-        self._params = [p.detach() for p in params]
+        self._params = params
         self._lr, self._momentum = lr, momentum
         self._start, self._last = list[Tensor](), list[Tensor]()
         self._velocity = list[Tensor]()
@@ -39,7 +39,7 @@ class OuterMomentum:
     def begin(self) -> None:
         """Makes the weights y, which neighbours are told of."""
         if self._start:
-            for p, start in zip(self._params, self._start, strict=True):
+            for p, start in zip(self._weights, self._start, strict=True):
                 p.sub_(start).mul_(self._lr).add_(start)
         if self._last:
             now = self._copies()
@@ -49,7 +49,7 @@ class OuterMomentum:
     def end(self) -> None:
         """Adds the momentum of this y; the weights are then the next `start`."""
         if self._velocity:
-            for p, v in zip(self._params, self._velocity, strict=True):
+            for p, v in zip(self._weights, self._velocity, strict=True):
                 p.add_(v, alpha=self._momentum)
         self._velocity = []
         if self._start:
@@ -72,7 +72,7 @@ class OuterMomentum:
         before = self._copies() if self._last else []
         yield
         if self._last:
-            for p, then, last in zip(self._params, before, self._last, strict=True):
+            for p, then, last in zip(self._weights, before, self._last, strict=True):
                 last.add_(p - then)
         if self._start:
             self._start = self._copies()
@@ -87,5 +87,10 @@ class OuterMomentum:
             for t, s in zip(kept, saved, strict=True):
                 t.copy_(s)
 
+    @property
+    def _weights(self) -> list[Tensor]:
+        """The weights of now, which may lie elsewhere than before: `model.to` moves them."""
+        return [p.detach() for p in self._params]
+
     def _copies(self) -> list[Tensor]:
-        return [p.clone() for p in self._params]
+        return [p.clone() for p in self._weights]

@@ -79,8 +79,8 @@ class PushSum:
     """
 
     def __init__(self, shown: Sequence[Tensor], method: Whole | SparsePush) -> None:
-        self._shown, self._method = [p.detach() for p in shown], method
-        self._plain, self._device = plain_of(self._shown), self._shown[0].device
+        self._params, self._method = shown, method
+        self._plain, self._device = plain_of(shown), shown[0].device
         self.begin()
 
     @property
@@ -96,6 +96,11 @@ class PushSum:
             self._own = _All(self._shown)
         self.x = [p - t for p, t in zip(self._shown, self._own.origin, strict=True)]
         self.mass = 1.0
+
+    @property
+    def _shown(self) -> list[Tensor]:
+        """The weights of now, which may lie elsewhere than before: `model.to` moves them."""
+        return [p.detach() for p in self._params]
 
     def take_steps(self) -> None:
         """Adds to x what the user's optimizers have changed in the weights."""

@@ -23,7 +23,7 @@ from outergrad.session.core import Core
 from outergrad.session.edge_rounds import EdgeRounds
 from outergrad.session.elastic import Elastic
 from outergrad.session.failure import FailureHandler
-from outergrad.session.gossip_round import Met, Rounds
+from outergrad.session.gossip_rounds import Met, Rounds
 from outergrad.session.inspect import Inspection
 from outergrad.session.loop import BackwardLoop
 from outergrad.session.push_rounds import PushRounds

@@ -16,7 +16,7 @@ from outergrad.core.types import StateDict
 from outergrad.gossip.graphs import neighbours
 from outergrad.gossip.push import PushSum
 from outergrad.gossip.settings import Gossip
-from outergrad.session.gossip_round import Met
+from outergrad.session.gossip_rounds import Met
 
 MOST_ON_THEIR_WAY = 3
 """Pushes to a neighbour that it has not taken yet; it is given no more before it takes one."""
@@ -286,7 +286,7 @@ class PushRounds:
         return self.sum.state()
 
     @torch.no_grad()
-    def load(self, state: StateDict, unsettled: Sequence[int] = ()) -> None:
+    def load(self, state: StateDict, unsettled: Sequence[int]) -> None:
         """Goes on from a saved state, and drops what was given before now; called on all sites.
 
         Args:

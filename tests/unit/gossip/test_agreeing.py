@@ -41,7 +41,7 @@ def test_rounds_count_as_one_exchange():
     assert found < 1 < growth(NAMED["exponential"], 8, 0.9)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.99, 0.999])
 @pytest.mark.parametrize("name", ["ring", "torus", "complete"])
 def test_on_a_graph_that_stays_the_same_every_momentum_lets_sites_agree(name, momentum):
     refuse_parting(og.Gossip(name, momentum=momentum), 16)

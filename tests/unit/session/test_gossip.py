@@ -15,7 +15,16 @@ import outergrad as og
 from cases import Events
 from covering import covering
 from gossip_sites import Late, Site, flat
-from outergrad.gossip import Choco, LowRank, PowerGossip, RandomK, metropolis, mixing_matrix
+from outergrad.gossip import (
+    Choco,
+    LowRank,
+    PowerGossip,
+    RandomK,
+    Ring,
+    SparsePush,
+    metropolis,
+    mixing_matrix,
+)
 from outergrad.gossip.graphs import NAMED
 from ranks import run_on_lasting_groups, run_ranks
 from sites_apart import batch, loss, model, train
@@ -574,3 +583,30 @@ def test_a_round_of_whole_weights_that_meets_another_moves_nobody(name):
     sums = flat(a) + flat(b), flat(a_end) + flat(b_end)
     torch.testing.assert_close(*sums, rtol=0, atol=1e-13)
     assert (flat(a_end) - flat(b_end)).norm() < (flat(a) - flat(b)).norm()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        og.Gossip("ring"),
+        og.Gossip("ring", every=2, overlap=1, lr=0.7, momentum=0.5),
+        og.Gossip(Ring(directed=True)),
+        og.Gossip(Ring(directed=True), SparsePush(reduce=RandomK(0.2), gamma=0.1)),
+    ],
+    ids=["whole", "outer", "pushes", "few pushes"],
+)
+def test_weights_that_lie_elsewhere_from_some_step_on_are_exchanged_as_before(method):
+    """`model.cpu()` and back puts new memory behind every parameter."""
+
+    def weights(moves):
+        def body(rank, group):
+            site = Site(method, rank, group).steps(0, 3)
+            for p in site.model.parameters() if moves else ():
+                p.data = p.data.clone()
+            site.steps(3, 7).session.detach()
+            return site.weights()
+
+        return run_on_lasting_groups(3, body)
+
+    for moved, kept in zip(weights(moves=True), weights(moves=False), strict=True):
+        assert all(map(torch.equal, moved, kept))

@@ -12,6 +12,7 @@ from torch.optim import SGD
 
 import outergrad as og
 from covering import covering
+from gossip_sites import Site, flat
 from outergrad.gossip import Choco, PowerGossip, metropolis, mixing_matrix
 from outergrad.gossip.graphs import NAMED
 from ranks import run_on_lasting_groups, run_ranks
@@ -25,48 +26,31 @@ METHODS = {
 OUTER = {
     "momentum": {"momentum": 0.8},
     "rate": {"lr": 0.7},
-    "both": {"lr": 0.7, "momentum": 0.9},
+    "both": {"lr": 0.7, "momentum": 0.7},
     "neither": {},
 }
 
 
-class Site:
-    """A distributed model in float64, its optimizer and its session."""
-
-    def __init__(self, method, rank, group, lr=0.1, inner=0.0, **settings):
-        self.rank, self.model, self.lr = rank, model().double(), lr
-        self.session = og.distribute(self.model, method, group=group, **settings)
-        self.optimizer = SGD(self.model.parameters(), lr=lr, momentum=inner)
-
-    def steps(self, start, stop):
-        train(self.model, [self.optimizer], self.rank, range(start, stop))
-        return self
+class OuterSite(Site):
+    """A site that can be asked how it would go on alone, and what its momentum still moves."""
 
     def change_alone(self, start, stop):
         """Returns how the weights would change by the site's own steps; leaves them as they are."""
-        alone = copy.deepcopy(self.model)
-        train(alone, [SGD(alone.parameters(), lr=self.lr)], self.rank, range(start, stop))
-        return flat(alone) - flat(self.model)
-
-    @torch.no_grad()
-    def differ(self):
-        """Gives every site weights of its own, by a change that no other site makes."""
-        generator = torch.Generator().manual_seed(self.rank)
-        for p in self.model.parameters():
-            p.sub_(torch.randn(p.shape, generator=generator, dtype=p.dtype))
-        return flat(self.model)
+        alone, lr = copy.deepcopy(self.model), self.optimizer.param_groups[0]["lr"]
+        train(alone, [SGD(alone.parameters(), lr=lr)], self.rank, range(start, stop))
+        return weights_of(alone) - weights_of(self.model)
 
     def be_patient(self, seconds):
         self.session._updates._at.comm.patience_s = seconds
 
     def invariant(self, momentum):
         """Weights less the momentum that is still to come: the mean of all stays without steps."""
-        (last,) = (torch.cat([t.view(-1) for t in self.session._updates._outer._last]),)
-        return (flat(self.model) - momentum * last) / (1 - momentum)
+        last = flat(self.session._updates._outer._last)
+        return (weights_of(self.model) - momentum * last) / (1 - momentum)
 
 
-def flat(net):
-    return torch.cat([p.detach().view(-1) for p in net.parameters()])
+def weights_of(net):
+    return flat([p.detach() for p in net.parameters()])
 
 
 def of(net, vector):
@@ -78,12 +62,12 @@ def reference(graph, sites, steps, *, every=1, rounds=1, lr=1.0, momentum=0.0, o
     """The recursion of all sites in one process, with the mixing matrix."""
     nets = [model().double() for _ in range(sites)]
     optimizers = [SGD(net.parameters(), lr=0.1) for net in nets]
-    start = torch.stack([*map(flat, nets)])
+    start = torch.stack([*map(weights_of, nets)])
     last, moves, exchanges = start, None, 0
     for number in range(1, steps + 1):
         for rank, net in enumerate(nets):
             train(net, [optimizers[rank]], rank, [number - 1])
-        now = torch.stack([*map(flat, nets)])
+        now = torch.stack([*map(weights_of, nets)])
         if moves is not None and (number - overlap) % every == 0:
             now, start, moves = now + moves, start + moves, None
         if number % every == 0:
@@ -120,8 +104,8 @@ def test_every_site_follows_the_recursion_with_the_matrix_of_the_graph(graph, ou
     expected = reference(graph, sites, 7, **settings)
 
     def body(rank, group):
-        site = Site(og.Gossip(graph, **settings), rank, group).steps(0, 7)
-        found = flat(site.model)
+        site = OuterSite(og.Gossip(graph, **settings), rank, group).steps(0, 7)
+        found = weights_of(site.model)
         site.session.detach()
         return found
 
@@ -136,16 +120,16 @@ def test_the_mean_over_sites_goes_as_by_nesterov_s_momentum_without_a_graph(name
     method = og.Gossip("ring", METHODS[name], every=2, **OUTER[outer])
 
     def body(rank, group):
-        site = Site(method, rank, group)
+        site = OuterSite(method, rank, group)
         changes, weights = [], []
         for number in range(0, 10, 2):
             changes.append(site.change_alone(number, number + 2))
-            weights.append(flat(site.steps(number, number + 2).model))
+            weights.append(weights_of(site.steps(number, number + 2).model))
         site.session.detach()
         return changes, weights
 
     results = run_on_lasting_groups(4, body)
-    mean = nn.Parameter(flat(model().double()))
+    mean = nn.Parameter(weights_of(model().double()))
     optimizer = SGD([mean], **({"lr": 1.0} | OUTER[outer]), nesterov=True)
     for number in range(5):
         mean.grad = -sum(changes[number] for changes, _ in results) / 4
@@ -163,17 +147,19 @@ def test_a_saved_training_goes_on_to_the_bit(name, outer, overlap, saved_after):
     method = og.Gossip("ring", METHODS[name], **settings)
 
     def straight(rank, group):
-        site = Site(method, rank, group, inner=0.9).steps(0, saved_after)
+        site = OuterSite(method, rank, group, momentum=0.9).steps(0, saved_after)
         parts = (site.model, site.optimizer, site.session)
         saved = [copy.deepcopy(part.state_dict()) for part in parts]
-        kept = torch.equal(flat(site.model), torch.cat([*map(torch.flatten, saved[0].values())]))
+        kept = torch.equal(
+            weights_of(site.model), torch.cat([*map(torch.flatten, saved[0].values())])
+        )
         site.steps(saved_after, 11).session.detach()
-        return saved, kept, flat(site.model)
+        return saved, kept, weights_of(site.model)
 
     done = run_on_lasting_groups(4, straight)
 
     def resumed(rank, group):
-        site = Site(method, rank, group, inner=0.9)
+        site = OuterSite(method, rank, group, momentum=0.9)
         saved = done[rank][0]
         site.model.load_state_dict(saved[0])
         site.optimizer.load_state_dict(saved[1])
@@ -181,7 +167,7 @@ def test_a_saved_training_goes_on_to_the_bit(name, outer, overlap, saved_after):
         site.steps(saved_after, 11)
         took_part = site.session.stats().took_part
         site.session.detach()
-        return took_part, flat(site.model)
+        return took_part, weights_of(site.model)
 
     for rank, (took_part, found) in enumerate(run_on_lasting_groups(4, resumed)):
         assert done[rank][1]
@@ -191,11 +177,13 @@ def test_a_saved_training_goes_on_to_the_bit(name, outer, overlap, saved_after):
 
 def test_a_save_changes_nothing_while_letters_travel():
     def body(rank, group, saves):
-        site = Site(og.Gossip("ring", every=3, overlap=2, momentum=0.5), rank, group).steps(0, 4)
+        site = OuterSite(og.Gossip("ring", every=3, overlap=2, momentum=0.5), rank, group).steps(
+            0, 4
+        )
         if saves:
             site.session.state_dict()
         site.steps(4, 9).session.detach()
-        return flat(site.model)
+        return weights_of(site.model)
 
     with_save, without = (
         run_on_lasting_groups(4, lambda rank, group, saves=saves: body(rank, group, saves))
@@ -212,7 +200,7 @@ def test_sites_make_steps_while_letters_travel(name):
 
     def body(rank, group):
         method = og.Gossip("ring", METHODS[name], every=2, overlap=2)
-        site = Site(method, rank, group, timeout=10.0).steps(0, 1)
+        site = OuterSite(method, rank, group, timeout=10.0).steps(0, 1)
         if rank == 1:
             assert go.wait(8)
         site.steps(1, 3)  # of which the first sends letters
@@ -237,7 +225,9 @@ def test_what_comes_late_counts_with_all_its_momentum_at_both_ends(name, overlap
 
     def body(rank, group):
         settings = {"every": 2, "overlap": overlap, "momentum": momentum}
-        site = Site(og.Gossip("ring", METHODS[name], **settings), rank, group, lr=0.0, timeout=20.0)
+        site = OuterSite(
+            og.Gossip("ring", METHODS[name], **settings), rank, group, lr=0.0, timeout=20.0
+        )
         site.differ()
         site.steps(0, 2)
         first = site.invariant(momentum)
@@ -269,12 +259,12 @@ def test_sites_that_were_averaged_stay_near_their_mean_and_keep_its_momentum(rou
     settings = {"every": 2, "overlap": overlap, "lr": 0.7, "momentum": 0.9}
 
     def body(rank, group):
-        site = Site(og.Gossip("ring", **settings), rank, group).steps(0, 6)
+        site = OuterSite(og.Gossip("ring", **settings), rank, group).steps(0, 6)
         site.session.average(rounds)
-        averaged, change = flat(site.model), site.change_alone(6, 8)
-        last = torch.cat([t.view(-1) for t in site.session._updates._outer._last])
+        averaged, change = weights_of(site.model), site.change_alone(6, 8)
+        last = flat(site.session._updates._outer._last)
         site.steps(6, 8).session.average()
-        after = flat(site.model)
+        after = weights_of(site.model)
         site.session.detach()
         return averaged, change, last, after
 
@@ -289,12 +279,12 @@ def test_sites_that_were_averaged_stay_near_their_mean_and_keep_its_momentum(rou
 
 def test_what_travels_when_a_session_ends_still_counts():
     def body(rank, group):
-        site = Site(og.Gossip("complete", every=2, overlap=2), rank, group, lr=0.0)
-        before = site.differ()
+        site = OuterSite(og.Gossip("complete", every=2, overlap=2), rank, group, lr=0.0)
+        before = flat(site.differ())
         site.steps(0, 2)
-        between = flat(site.model)
+        between = weights_of(site.model)
         site.session.detach()
-        return before, between, flat(site.model)
+        return before, between, weights_of(site.model)
 
     results = run_on_lasting_groups(3, body)
     mean = sum(before for before, *_ in results) / 3
@@ -305,7 +295,7 @@ def test_what_travels_when_a_session_ends_still_counts():
 
 def test_without_a_rate_and_momentum_no_weights_are_kept():
     def body(rank, group):
-        site = Site(og.Gossip("ring", every=2), rank, group).steps(0, 3)
+        site = OuterSite(og.Gossip("ring", every=2), rank, group).steps(0, 3)
         state = site.session.state_dict()["gossip"]
         site.session.detach()
         return state["outer"], state["part"]["now"]
