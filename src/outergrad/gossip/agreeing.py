@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from outergrad.gossip.ends import Whole
 from outergrad.gossip.graphs import Graph
 from outergrad.gossip.mixing import metropolis
 from outergrad.gossip.settings import Gossip
@@ -13,6 +14,7 @@ from outergrad.gossip.settings import Gossip
 _STEPS = 200
 _COLUMNS = 4
 _TENTHS = 10
+_MOST_OF_PARTS = 0.5
 
 
 def growth(
@@ -65,13 +67,24 @@ def _mixed(x_SC: torch.Tensor, graph: Graph, sites: int, step: int, gamma: float
 def refuse_parting(method: Gossip, sites: int) -> None:
     """Checks that momentum does not drive sites apart.
 
-    Where the edges are the same in every step none below 1 does: z² - (λ + γ) z + γ has its roots
-    inside the unit circle for every eigenvalue λ of W between -1 and 1.
+    Where whole weights travel and the edges are the same in every step none below 1 does:
+    z² - (λ + γ) z + γ has its roots inside the unit circle for every eigenvalue λ of W between -1
+    and 1. A method that tells of a part moves other directions in each step: λ of a direction is
+    below 1 in some steps and 1 in the others. With a γ above 1/2 there are sequences of λ = 0 and
+    λ = 1 by which sites part. So no more is let through; with 1/2 trainings went well
+    (docs/gossip.md).
 
     Raises:
         ValueError: it does, on this graph of so many sites.
     """
-    if not method.momentum or sites == 1 or method.way.period(sites) == 1:
+    if not method.momentum or sites == 1:
+        return
+    if not isinstance(method.how, Whole) and method.momentum > _MOST_OF_PARTS:
+        raise ValueError(
+            f"og.Gossip: momentum={method.momentum} may drive sites apart where {method.method!r} "
+            f"tells of a part of the weights: use momentum={_MOST_OF_PARTS} or less, or no method="
+        )
+    if method.way.period(sites) == 1:
         return
 
     def parts(momentum: float) -> bool:

@@ -209,7 +209,7 @@ class EdgeRounds:
             most = max(method.how.most_bytes(self._start), self._whole_bytes)
             self._lines = comm.exchange_with(near, number, most)
         self._now: Round | None = None
-        self._distance, self._clipped = 0.0, set[Site]()
+        self._distance, self._odd = 0.0, set[Site]()
 
     def _end(self, site: int) -> End:
         """Returns this site's end of an edge of which nothing is known yet."""
@@ -312,11 +312,10 @@ class EdgeRounds:
         square, now = sum(map(_square, difference)), self._now
         if now is not None:
             now.came[edge.site] = square
-        if not math.isfinite(square):
-            near = f"{self._me} or {edge.site.called}"
-            _LOG.warning("%s has weights that are not finite: they are not averaged", near)
+        kept = self._kept(edge.site, square**0.5)
+        if not kept:
             return
-        share *= self._kept(edge.site, square**0.5)
+        share *= kept
         moves = None if now is None else now.moves
         for t, d in zip(self._shown if moves is None else moves, difference, strict=True):
             t.add_(d, alpha=share)
@@ -324,13 +323,20 @@ class EdgeRounds:
             self._outer.moved(difference, share)
 
     def _kept(self, site: Site, distance: float) -> float:
-        """Returns the share of a difference that counts, the same at both; names whom it bounds."""
-        clip = self._method.clip
-        if clip is None or distance <= clip:
-            self._clipped.discard(site)
+        """Returns the share of a difference that counts, at both; tells once why not all."""
+        clip = math.inf if self._method.clip is None else self._method.clip
+        is_finite = math.isfinite(distance)
+        if is_finite and distance <= clip:
+            self._odd.discard(site)
             return 1.0
-        if site not in self._clipped:
-            self._clipped.add(site)
+        is_new = site not in self._odd
+        self._odd.add(site)
+        if not is_finite:
+            if is_new:
+                told = "%s or %s has weights that are not finite: they are not averaged"
+                _LOG.warning(told, self._me, site.called)
+            return 0.0
+        if is_new:
             told = "%s is %.3g away from %s, which counts as clip=%g"
             _LOG.warning(told, site.called, distance, self._me, clip)
         return clip / distance

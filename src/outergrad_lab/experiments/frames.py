@@ -44,7 +44,7 @@ MEASURED = (
     *("worst_accuracy", "best_accuracy"),
     *("spread", "error_correlation", "odd_ratio"),
     *("rank_bound", "counted_rank", "whole_effective_rank"),
-    *("objective", "psnr", "nonzero"),
+    *("picked", "norm_share", "objective", "psnr", "nonzero"),
     *("loss_gap", "gap_share", "bytes_share", "steps_to", "fewer_near"),
     *("validation_loss", "hours", "line_bytes", "fewer_line", "quicker", "cut_s"),
     *("noise", "site_epsilon"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import outergrad as og
-from outergrad.gossip import metropolis, mixing_matrix
+from outergrad.gossip import Choco, PowerGossip, metropolis, mixing_matrix
 from outergrad.gossip.agreeing import growth, refuse_parting
 from outergrad.gossip.graphs import NAMED
 from ranks import run_on_lasting_groups
@@ -45,6 +45,30 @@ def test_rounds_count_as_one_exchange():
 @pytest.mark.parametrize("name", ["ring", "torus", "complete"])
 def test_on_a_graph_that_stays_the_same_every_momentum_lets_sites_agree(name, momentum):
     refuse_parting(og.Gossip(name, momentum=momentum), 16)
+
+
+@pytest.mark.parametrize(
+    ("momentum", "parts"), [(0.3, False), (0.5, False), (0.6, True), (0.9, True)]
+)
+def test_some_sequences_of_moved_and_unmoved_directions_part_above_a_half(momentum, parts):
+    """The largest eigenvalue of the steps on (z, last z), over all sequences of up to ten."""
+    steps = [torch.tensor([[x + momentum, -momentum], [1, 0]]).double() for x in (0.0, 1.0)]
+    products, growths = [torch.eye(2).double()], []
+    for count in range(1, 11):
+        products = [step @ product for step in steps for product in products]
+        largest = torch.linalg.eigvals(torch.stack(products)).abs().max()
+        growths.append(float(largest) ** (1 / count))
+    assert (max(growths) > 1 + 1e-6) is parts
+
+
+@pytest.mark.parametrize(
+    "method", [PowerGossip(), PowerGossip(rank=4), Choco(reduce=og.wire.Sign(), gamma=0.2)]
+)
+def test_what_is_told_in_part_has_half_of_a_momentum_at_most(method):
+    refuse_parting(og.Gossip("ring", method, momentum=0.5), 8)
+    with pytest.raises(ValueError, match=r"use momentum=0\.5 or less"):
+        refuse_parting(og.Gossip("ring", method, momentum=0.6), 8)
+    refuse_parting(og.Gossip("ring", method, momentum=0.9), 1)
 
 
 @pytest.mark.parametrize("name", ["exponential", "random"])

@@ -161,6 +161,23 @@ def test_a_neighbour_that_is_clipped_is_named_once(caplog):
     assert told[0].endswith("away from site 1, which counts as clip=0.001")
 
 
+def test_weights_that_are_not_finite_are_told_of_once(caplog):
+    def body(rank, group):
+        site = Site(og.Gossip("complete"), rank, group, lr=0.0)
+        if rank:
+            with torch.no_grad():
+                next(site.model.parameters()).fill_(math.nan)
+        site.steps(0, 4)
+        found = site.weights()
+        site.session.detach()
+        return found
+
+    with caplog.at_level(logging.WARNING, "outergrad"):
+        healthy, _ = run_on_lasting_groups(2, body)
+    assert flat(healthy).isfinite().all()
+    assert len([r for r in caplog.records if "has weights that are not finite" in r.message]) == 2
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_average_gives_all_sites_the_same_mean(name):
     sites = 4

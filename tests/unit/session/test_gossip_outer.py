@@ -24,9 +24,9 @@ METHODS = {
     "choco": Choco(reduce=og.wire.TopK(0.2), gamma=0.2),
 }
 OUTER = {
-    "momentum": {"momentum": 0.8},
+    "momentum": {"momentum": 0.5},
     "rate": {"lr": 0.7},
-    "both": {"lr": 0.7, "momentum": 0.7},
+    "both": {"lr": 0.7, "momentum": 0.4},
     "neither": {},
 }
 
@@ -220,7 +220,7 @@ def test_sites_make_steps_while_letters_travel(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_what_comes_late_counts_with_all_its_momentum_at_both_ends(name, overlap):
     """Rates are 0, so what moves the mean of the invariants could only be letters."""
-    sites, momentum = 4, 0.6
+    sites, momentum = 4, 0.5
     met = threading.Barrier(sites, timeout=20)
 
     def body(rank, group):
