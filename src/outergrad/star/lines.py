@@ -65,6 +65,7 @@ class _End:
     Args:
         line: of this process.
         other: rank in the run of the other site.
+        among: name of the sites whose session it is, which others of the run do not have.
         number: of the session.
         most_bytes: largest content of a letter.
         seal: keys of this site, if the hub must not read letters.
@@ -78,6 +79,7 @@ class _End:
         self,
         line: Line,
         other: int,
+        among: str,
         number: int,
         most_bytes: int,
         seal: Seal | None,
@@ -85,7 +87,7 @@ class _End:
     ) -> None:
         self._line, self._other, self._session = line, other, number
         self._most_bytes, ranks = most_bytes, sorted((line.rank, other))
-        self._lane = line.open_group(f"outergrad lines {number} {ranks}", ranks, patience_s)
+        self._lane = line.open_group(f"{among} lines {number} {ranks}", ranks, patience_s)
         self._seal = _Open() if seal is None else self._sealing(seal)
         self._least_bytes = HEAD_BYTES + self._seal.longer_bytes
         self.letters: deque[tuple[int, np.ndarray]] = deque()
@@ -281,6 +283,8 @@ class StarLines(Lines):
         comm: transport of the sites, which counts the bytes.
         line: of this process.
         ranks: of the neighbours in the run, by their ranks in the transport.
+        among: name of the sites of the transport, which no others of the run have: the sessions of
+            two groups may have the same number.
         number: of the session; both ends of a line give the same.
         most_bytes: largest content of a letter.
         seal: keys of this site, if the hub must not read letters.
@@ -294,12 +298,13 @@ class StarLines(Lines):
         comm: Comm,
         line: Line,
         ranks: Mapping[int, int],
+        among: str,
         number: int,
         most_bytes: int,
         seal: Seal | None,
     ) -> None:
         self._comm, self._ends = comm, dict[int, _End]()
-        about = number, most_bytes, seal, comm.patience_s
+        about = among, number, most_bytes, seal, comm.patience_s
         for site, rank in ranks.items():
             self._ends[site] = _End(line, rank, *about)
 

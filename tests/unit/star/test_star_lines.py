@@ -11,12 +11,13 @@ import pytest
 
 from hub_sites import refused, sites_of_a_hub
 from lines import LONG_S, SOON_S, letter, on_blind_star, within
+from outergrad.comm.torch import TorchComm
 from outergrad.messages.letters import LEFT_OUT
 from outergrad.star.frames import LANES, Frame, Kind, Place
 from outergrad.star.groups import asked_for
 from outergrad.star.run import Run
 from outergrad.star.window import WINDOW_BYTES
-from stars import CPU, Proxy, comms_on_star, hub, star
+from stars import CPU, Proxy, comms_on_star, group_on, hub, on_star, star
 
 MIB = 1 << 20
 
@@ -250,6 +251,22 @@ def test_cuts_of_a_line_lose_no_letter():
         for one in stars:
             one.close()
         proxy.close()
+
+
+def test_sessions_of_two_groups_with_the_same_number_have_lines_of_their_own():
+    def body(rank, one):
+        other = 1 - rank
+        groups = [group_on(one, name=name, ranks=range(2)) for name in ("some", "same")]
+        comms = [TorchComm(group, CPU) for group in groups]
+        both = [comm.exchange_with([other], 1, 100) for comm in comms]
+        for number, lines in enumerate(both):
+            lines.send(other, letter(number))
+        found = [lines.next(other, within(LONG_S)) for lines in both]
+        for lines in both:
+            lines.close()
+        return [one and one.number for one in found]
+
+    assert on_star(2, body) == [[0, 1]] * 2
 
 
 # -- a hub that must not read ---------------------------------------------------------------------
