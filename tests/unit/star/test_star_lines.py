@@ -12,7 +12,7 @@ import pytest
 from hub_sites import refused, sites_of_a_hub
 from lines import LONG_S, SOON_S, letter, on_blind_star, within
 from outergrad.comm.torch import TorchComm
-from outergrad.messages.letters import LEFT_OUT
+from outergrad.messages.letters import ENDED, LEFT_OUT, LetterKind
 from outergrad.star.frames import LANES, Frame, Kind, Place
 from outergrad.star.groups import asked_for
 from outergrad.star.run import Run
@@ -190,6 +190,24 @@ def test_a_part_that_is_not_the_next_one_closes_its_line():
 
     told = "its message is not the next one"
     assert comms_on_star(2, body) == [([0, None], told), (None, LEFT_OUT)]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LetterKind if kind > LetterKind.LAST])
+def test_what_is_said_beside_letters_has_no_content(kind):
+    def body(comm):
+        lines = comm.exchange_with([1 - comm.rank], 1, 100)
+        if comm.rank == 1:
+            assert lines.next(0, within(LONG_S)).number == 0
+            end = lines._ends[0]
+            with comm._line.changed:
+                end._say(kind, letter(0, 1, 2, 3))
+            lines.next(0, within(LONG_S))
+            return lines.why_closed(0)
+        lines.send(1, letter(0))
+        assert lines.next(1, within(LONG_S)) is None
+        return lines.why_closed(1)
+
+    assert comms_on_star(2, body) == ["its message is of 3 bytes", LEFT_OUT]
 
 
 def test_a_site_that_is_gone_is_so_in_the_words_of_the_hub():
