@@ -27,6 +27,7 @@ from outergrad.messages.letters import (
     refused,
 )
 from outergrad.messages.raw import content
+from outergrad.star.arrivals import room_for
 from outergrad.star.frames import Frame, Kind, Place
 from outergrad.star.line import Line
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 _NUMBERS = struct.Struct(f"<{NUMBERS}q")
 _CLOSES = {LetterKind.GOODBYE: ENDED, LetterKind.REFUSAL: LEFT_OUT}
+_MOST_GREETINGS = 3
+"""Messages of an end that has heard nothing yet: a greeting, a goodbye, and one of them again."""
 _TELLS = MOST_UNREAD // 2
 """Letters that are read here until the other end is told so by itself, and not beside a letter."""
 
@@ -229,7 +232,9 @@ class _End:
             raise refused(f"is of {size} bytes")
         if size:
             self._refuse_flood()
-        self._room = np.empty(frame.total, np.uint8)
+        if not self._has_met and frame.number > _MOST_GREETINGS:
+            raise refused("is not the next one")
+        self._room = room_for(frame.total)
         self._came = self._came + 1 if self._has_met else frame.number
 
     def _refuse_flood(self) -> None:
@@ -240,6 +245,8 @@ class _End:
         """Takes a whole message: a letter, to be read later, or what is said beside letters."""
         if len(message) == self._least_bytes:
             head, _ = self._opened(self._came, message)
+            if head.is_letter:
+                self._refuse_flood()
             self._meet()
             self._note_arrived(head)
             if head.kind in _CLOSES:

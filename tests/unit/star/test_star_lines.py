@@ -322,6 +322,42 @@ def test_the_hub_reads_no_letter_and_cannot_change_one(monkeypatch):
     assert not any(b"secret" in one for one in seen)
 
 
+@pytest.mark.parametrize(
+    ("withheld", "told"),
+    [
+        (0, ""),
+        (1, ""),  # a greeting, which is said again
+        (2, "its message has come before there was room for it"),
+        (5, "its message is not the next one"),
+    ],
+)
+def test_a_hub_that_withholds_the_first_letters_is_noticed(monkeypatch, withheld, told):
+    take = Run.take
+
+    def withholds(run, member, frame):
+        if frame.kind != Kind.LETTER or member.rank == 0 or frame.number > withheld:
+            take(run, member, frame)
+
+    monkeypatch.setattr(Run, "take", withholds)
+    opened = threading.Event()
+
+    def body(comm):
+        if comm.rank == 0:
+            opened.wait(LONG_S)  # so that site 1 does not miss its greeting
+        lines = comm.exchange_with([1 - comm.rank], 1, 100)
+        opened.set()
+        if comm.rank == 0:
+            found = lines.next(1, within(LONG_S))
+            return found and found.number, lines.why_closed(1)
+        for number in range(4):
+            lines.send(0, letter(number, ends=True))
+        assert lines.next(0, within(LONG_S)) is None
+        return lines.why_closed(0)
+
+    found = (None, told) if told else (0, "")
+    assert on_blind_star(2, body) == [found, LEFT_OUT if told else ENDED]
+
+
 @pytest.mark.parametrize("number", [1, 2])
 def test_letters_of_one_session_are_not_those_of_another_in_its_place(number):
     """What a site says in the lane of one session is not taken as said in that of another."""
