@@ -132,10 +132,11 @@ class _End:
             self._write()
 
     def close(self) -> None:
-        """Says goodbye, once, behind all that was sent, and reads nothing more."""
+        """Says goodbye, once, behind all that was sent, and drops what comes."""
         with self._line.changed:
             self._is_over = True
-            self.letters.clear()
+            while self.letters:
+                self._read_or_refuse(*self.letters.popleft())
             self._write()
             self._forget()
 
@@ -170,8 +171,12 @@ class _End:
             if not self.letters:
                 return None
             message = self.letters.popleft()
+        return self._read_or_refuse(*message)
+
+    def _read_or_refuse(self, number: int, message: np.ndarray) -> Letter | None:
+        """Reads a letter; None, and nothing more is taken, where the other end sent none."""
         try:
-            return self._read_one(*message)
+            return self._read_one(number, message)
         except ExchangeError as error:
             with self._line.changed:
                 self.letters.clear()
@@ -251,10 +256,11 @@ class _End:
             self._note_arrived(head)
             if head.kind in _CLOSES:
                 self._break_off(_CLOSES[head.kind])
-            if head.kind not in (LetterKind.LETTER, LetterKind.LAST):
+            if not head.is_letter:
                 return
-            self._refuse_flood()
-        if not self._is_over:
+        if self._is_over:  # nobody else reads it: the other end has its goodbye to say behind it
+            self._read_or_refuse(self._came, message)
+        else:
             self.letters.append((self._came, message))
 
     def _meet(self) -> None:
@@ -278,8 +284,8 @@ class _End:
         self._line.changed.notify_all()
 
     def _forget(self) -> None:
-        """Lets the line drop what still comes, once both ends have closed."""
-        if self._is_over and self._why:
+        """Lets the line drop what still comes, once this end is closed and nothing can come."""
+        if self._is_over and self.why_closed:
             self._line.take_letters(self._lane, None)
 
 

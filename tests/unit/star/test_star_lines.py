@@ -233,17 +233,41 @@ def test_a_site_that_is_gone_is_so_in_the_words_of_the_hub():
     assert comms_on_star(3, body)[:2] == [(1, 6, gone), (None, 6, gone)]
 
 
-def test_lines_that_are_closed_at_both_ends_are_forgotten():
+def forgotten(comm):
+    until = within(LONG_S)
+    while comm._line._letters and time.monotonic() < until:
+        time.sleep(SOON_S)
+    return not comm._line._letters
+
+
+@pytest.mark.parametrize("unread", [0, 15])
+def test_lines_that_are_closed_at_both_ends_are_forgotten(unread):
+    """Also where neither has read what the other sent, which is more than there is room for."""
+
     def body(comm):
         lines = comm.exchange_with([1 - comm.rank], 1, 100)
+        for number in range(unread):
+            lines.send(1 - comm.rank, letter(number, 1))
         held = len(comm._line._letters)
         lines.close()
-        until = within(LONG_S)
-        while comm._line._letters and time.monotonic() < until:
-            time.sleep(SOON_S)
-        return held, len(comm._line._letters)
+        return held, forgotten(comm)
 
-    assert comms_on_star(2, body) == [(1, 0)] * 2
+    assert comms_on_star(2, body) == [(1, True)] * 2
+
+
+def test_lines_to_a_site_that_is_gone_are_forgotten():
+    def body(comm):
+        lines = comm.exchange_with([1 - comm.rank], 1, 100)
+        lines.send(1 - comm.rank, letter(0, 1))
+        assert lines.next(1 - comm.rank, within(LONG_S)).number == 0
+        if comm.rank == 1:
+            comm.close()
+            return True
+        assert lines.next(1, within(LONG_S)) is None
+        lines.close()
+        return forgotten(comm)
+
+    assert comms_on_star(2, body) == [True, True]
 
 
 def test_cuts_of_a_line_lose_no_letter():
