@@ -48,6 +48,9 @@ class _Open:
 
     longer_bytes = 0
 
+    def refuse_long(self, nbytes: int) -> None:
+        pass
+
     def sealed(self, place: Place, payload: bytes, to: int) -> bytes:
         return payload
 
@@ -126,7 +129,12 @@ class _End:
     # -- what goes out ---------------------------------------------------------------------------
 
     def send(self, letter: Letter) -> None:
-        """Starts to send a letter, once there is room for it."""
+        """Starts to send a letter, once there is room for it.
+
+        Raises:
+            ValueError: it is too long to be encrypted; whoever makes room for it is not to blame.
+        """
+        self._seal.refuse_long(HEAD_BYTES + letter.content.nbytes)
         with self._line.changed:
             self._held.append(letter)
             self._write()
@@ -322,7 +330,11 @@ class StarLines(Lines):
             self._ends[site] = _End(line, rank, *about)
 
     def send(self, site: int, letter: Letter) -> None:
-        """Starts to send a letter; one to a site that is gone is dropped."""
+        """Starts to send a letter; one to a site that is gone is dropped.
+
+        Raises:
+            ValueError: the hub must not read it, and it is too long to be encrypted.
+        """
         end = self._ends[site]
         if not end.why_closed:
             end.send(letter)

@@ -382,6 +382,22 @@ def test_a_hub_that_withholds_the_first_letters_is_noticed(monkeypatch, withheld
     assert on_blind_star(2, body) == [found, LEFT_OUT if told else ENDED]
 
 
+def test_a_letter_that_is_too_long_to_be_encrypted_is_refused_where_it_is_sent(monkeypatch):
+    """Also one that waits for room; the letters around it arrive."""
+    monkeypatch.setattr("outergrad.star.group_seal._MOST_BYTES", 1000)
+
+    def body(comm):
+        other = 1 - comm.rank
+        lines = comm.exchange_with([other], 1, 10_000)
+        lines.send(other, letter(0))
+        with pytest.raises(ValueError, match="with blind=1 a message has at most 1000"):
+            lines.send(other, letter(1)._replace(content=letter(0, 1).content.repeat(1000)))
+        lines.send(other, letter(2))
+        return [lines.next(other, within(LONG_S)).number for _ in range(2)]
+
+    assert on_blind_star(2, body) == [[0, 2]] * 2
+
+
 @pytest.mark.parametrize("number", [1, 2])
 def test_letters_of_one_session_are_not_those_of_another_in_its_place(number):
     """What a site says in the lane of one session is not taken as said in that of another."""
