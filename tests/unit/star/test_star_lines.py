@@ -12,9 +12,10 @@ import pytest
 from hub_sites import refused, sites_of_a_hub
 from lines import LONG_S, SOON_S, letter, on_blind_star, within
 from outergrad.comm.torch import TorchComm
+from outergrad.core.errors import ExchangeError
 from outergrad.messages.letters import ENDED, LEFT_OUT, LetterKind
 from outergrad.star.frames import LANES, Frame, Kind, Place
-from outergrad.star.groups import asked_for
+from outergrad.star.groups import Groups, asked_for
 from outergrad.star.run import Run
 from outergrad.star.window import WINDOW_BYTES
 from stars import CPU, Proxy, comms_on_star, group_on, hub, on_star, star
@@ -396,6 +397,24 @@ def test_a_letter_that_is_too_long_to_be_encrypted_is_refused_where_it_is_sent(m
         return [lines.next(other, within(LONG_S)).number for _ in range(2)]
 
     assert on_blind_star(2, body) == [[0, 2]] * 2
+
+
+@pytest.mark.parametrize(
+    ("lane", "told"),
+    [
+        (1 << 16, "cannot be opened: 65536"),
+        ("9" * 5000, "cannot be opened: 999"),
+        (LANES, f"the hub has opened lane {LANES} twice"),
+    ],
+)
+def test_a_hub_that_gives_a_lane_that_cannot_be_is_told_of(monkeypatch, lane, told):
+    monkeypatch.setattr(Groups, "answer", lambda *_: str(lane).encode())
+
+    def body(comm):
+        with pytest.raises(ExchangeError, match=told):
+            _ = [comm.exchange_with([1 - comm.rank], number, 100) for number in (1, 2)]
+
+    on_blind_star(2, body)
 
 
 @pytest.mark.parametrize("number", [1, 2])
