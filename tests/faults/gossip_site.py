@@ -24,7 +24,7 @@ import outergrad as og
 from outergrad.core.transport import Letter, Lines
 from outergrad.launch.simulate import gloo_group
 from outergrad.messages.letters import Head, LetterKind
-from outergrad.session.gossip_steps import Edge
+from outergrad.session.edge_rounds import Edge
 
 ROUNDS = 80
 """Of the average by rounds at the end."""
@@ -55,7 +55,7 @@ def run_site(trial: GossipTrial, rank: int, folder: Path, address: str, tell: Te
     np.save(folder / f"{trial.number}-{rank}-start.npy", _flat(model))
     own, losses = _train(trial, rank, model, fault)
     updates._at.comm.patience_s = _SETTLES_S
-    updates.settle()
+    updates.level()
     np.save(folder / f"{trial.number}-{rank}-own.npy", own)
     np.save(folder / f"{trial.number}-{rank}-trained.npy", _flat(model))
     settled = moves.count
@@ -63,7 +63,7 @@ def run_site(trial: GossipTrial, rank: int, folder: Path, address: str, tell: Te
     if fault is not None:
         fault.step = STEPS if trial.moment == "averaging" else fault.step
     session.average(rounds=ROUNDS)
-    updates.settle()
+    updates.level()
     np.save(folder / f"{trial.number}-{rank}-averaged.npy", _flat(model))
     closed = (
         {int(s): updates._part._lines.why_closed(s) for s in updates._part._edges}

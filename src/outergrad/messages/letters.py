@@ -43,6 +43,9 @@ class LetterKind(IntEnum):
     """Nothing: a message of the other end was wrong, and the sender will read no more of them."""
 
 
+_LETTERS = LetterKind.LETTER, LetterKind.LAST
+
+
 class Head(NamedTuple):
     """The numbers before the content of a letter.
 
@@ -72,6 +75,11 @@ class Head(NamedTuple):
         return Head(session, kind, letter.number, letter.share, size, check, arrived)
 
     @property
+    def is_letter(self) -> bool:
+        """Whether it is the head of a letter, and not of what is said beside letters."""
+        return self.kind in _LETTERS
+
+    @property
     def numbers(self) -> list[int]:
         """The head as int64 numbers."""
         bits = struct.unpack("<q", struct.pack("<d", self.share))[0]
@@ -93,7 +101,7 @@ class Head(NamedTuple):
         of, kind, number, bits, size, check, arrived = numbers
         if of != session or kind not in list(LetterKind):
             raise refused("is of another session")
-        if not 0 <= size <= most_bytes:
+        if not 0 <= size <= (most_bytes if kind in _LETTERS else 0):
             raise refused(f"is of {size} bytes")
         share = struct.unpack("<d", struct.pack("<q", bits))[0]
         if not (0 <= number < _END_OF_NUMBERS and share >= 0):

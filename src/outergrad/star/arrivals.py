@@ -139,7 +139,7 @@ class Arrival:
         self._kind = kind
         early, self._messages = (
             self._messages,
-            {s: _Message(room=_room(n)) for s, n in sizes.items()},
+            {s: _Message(room=room_for(n)) for s, n in sizes.items()},
         )
         for sender, message in early.items():
             for frame in message.early:
@@ -171,7 +171,12 @@ class Arrival:
         return {s: m.room for s, m in self._messages.items() if m.room is not None}
 
 
-def _room(nbytes: int) -> np.ndarray:
+def room_for(nbytes: int) -> np.ndarray:
+    """Returns room for a message.
+
+    Raises:
+        ExchangeError: there is none.
+    """
     try:
         return np.empty(nbytes, np.uint8)
     except (MemoryError, ValueError) as error:

@@ -126,7 +126,8 @@ class StarComm(Comm):
         from outergrad.star.lines import StarLines  # few sessions need it
 
         ranks = {site: site for site in sites}
-        return StarLines(self, self._line, ranks, number, most_bytes, self._seal)
+        about = "outergrad", number, most_bytes, self._seal
+        return StarLines(self, self._line, ranks, *about)
 
     def took_part(self, session: int, first: int, last: int) -> None:
         """Tells the hub of this site's steps, which it logs when all sites have told it."""

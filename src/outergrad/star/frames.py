@@ -171,7 +171,8 @@ def _checked(kind: int, payload: memoryview, *fields: int) -> Frame:
         frame = Frame(Kind(kind), payload, *fields)
     except ValueError:
         raise MalformedError(f"a frame of kind {kind}") from None
-    if frame.offset + len(payload) > max(frame.total, len(payload)):
+    end = frame.offset + len(payload)
+    if end > (frame.total if frame.kind in DATA else max(frame.total, len(payload))):
         raise MalformedError("a frame that says what cannot be")
     if frame.kind in DATA and not len(payload):
         raise MalformedError("a part of a message without bytes")

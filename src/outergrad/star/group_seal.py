@@ -59,11 +59,19 @@ class GroupSeal:
         Raises:
             ValueError: the message is too long.
         """
-        if len(payload) > _MOST_BYTES:
-            told = f"a tensor of {len(payload)} bytes: with blind=1 a message has at most"
-            raise ValueError(f"{told} {_MOST_BYTES}: send it in parts")
+        self.refuse_long(len(payload))
         key, nonce = self._key(self._rank, to), secrets.token_bytes(_NONCE_BYTES)
         return nonce + key.encrypt(nonce, payload, _about(place, self._rank, to))
+
+    def refuse_long(self, nbytes: int) -> None:
+        """Checks the length of a message before it is sealed.
+
+        Raises:
+            ValueError: it is too long.
+        """
+        if nbytes > _MOST_BYTES:
+            told = f"a tensor of {nbytes} bytes: with blind=1 a message has at most"
+            raise ValueError(f"{told} {_MOST_BYTES}: send it in parts")
 
     def opened(self, place: Place, sender: int, payload: memoryview, to: int = ALL) -> bytearray:
         """Decrypts a message of another site.

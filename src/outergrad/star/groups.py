@@ -49,8 +49,9 @@ class Groups:
                 return f"a run has at most {_MOST_GROUPS} groups".encode()
             lane = self._lanes[name] = LANES + len(self._members)
             self._members.append(ranks)
-        if self.members(lane) != ranks:
-            return b"other sites have opened it with other members"
+        if (first := self.members(lane)) != ranks:
+            opened = " ".join(map(str, first))
+            return f"other sites have opened it with other members, the ranks {opened}".encode()
         return str(lane).encode()
 
     def _read(self, told: bytes) -> tuple[int, ...]:

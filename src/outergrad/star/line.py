@@ -21,6 +21,7 @@ from outergrad.star.frames import (
     AWAY,
     DATA,
     LANES,
+    MOST_LANES,
     Frame,
     Hello,
     Kind,
@@ -38,6 +39,7 @@ from outergrad.star.window import WINDOW_BYTES, Outgoing, Window, ack_of, cost_o
 
 _BATCH_BYTES = 1 << 16
 _ACK_BYTES = WINDOW_BYTES // 8
+_LONGEST_LANE = len(str(MOST_LANES))
 _WAIT_S = 1.0
 """Longest wait, seconds, after which a thread looks again."""
 
@@ -131,15 +133,15 @@ class Line:
             limit_s: timeout, seconds.
 
         Raises:
-            ExchangeError: the hub does not answer, or other sites have opened another group.
+            ExchangeError: the hub does not answer, or has no lane for it, or other sites have
+                opened another group.
         """
         answer = self.ask(Kind.GROUP, asked_for(name, ranks), limit_s)
         if answer is None:
             raise ExchangeError("the hub does not answer", kind=Failure.TRANSPORT)
-        if not answer.isdigit():
-            raise ExchangeError(
-                f"the group {name!r} cannot be opened: {printable(answer.decode())}"
-            )
+        if not answer.isdigit() or len(answer) > _LONGEST_LANE or int(answer) >= MOST_LANES:
+            told = printable(answer.decode(errors="replace"))
+            raise ExchangeError(f"the group {name!r} cannot be opened: {told}")
         return int(answer)
 
     @property
@@ -351,12 +353,17 @@ class Line:
         Args:
             lane: of two sites.
             take: the function; None to drop what comes from now on.
+
+        Raises:
+            ExchangeError: the hub has given this lane to other lines of this site before.
         """
         with self.changed:
             if take is None:
                 self._letters.pop(lane, None)
-            else:
-                self._letters[lane] = take
+                return
+            if lane in self._letters:
+                raise ExchangeError(f"the hub has opened lane {lane} twice", kind=Failure.TRANSPORT)
+            self._letters[lane] = take
 
     def why_closed(self, sender: int) -> str:
         """Returns why nothing can come of a site any more; "" while something may."""

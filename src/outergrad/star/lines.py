@@ -27,6 +27,7 @@ from outergrad.messages.letters import (
     refused,
 )
 from outergrad.messages.raw import content
+from outergrad.star.arrivals import room_for
 from outergrad.star.frames import Frame, Kind, Place
 from outergrad.star.line import Line
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 _NUMBERS = struct.Struct(f"<{NUMBERS}q")
 _CLOSES = {LetterKind.GOODBYE: ENDED, LetterKind.REFUSAL: LEFT_OUT}
+_MOST_GREETINGS = 3
+"""Messages of an end that has heard nothing yet: a greeting, a goodbye, and one of them again."""
 _TELLS = MOST_UNREAD // 2
 """Letters that are read here until the other end is told so by itself, and not beside a letter."""
 
@@ -44,6 +47,9 @@ class _Open:
     """Letters that the hub could read."""
 
     longer_bytes = 0
+
+    def refuse_long(self, nbytes: int) -> None:
+        pass
 
     def sealed(self, place: Place, payload: bytes, to: int) -> bytes:
         return payload
@@ -65,6 +71,7 @@ class _End:
     Args:
         line: of this process.
         other: rank in the run of the other site.
+        among: name of the sites whose session it is, which others of the run do not have.
         number: of the session.
         most_bytes: largest content of a letter.
         seal: keys of this site, if the hub must not read letters.
@@ -78,6 +85,7 @@ class _End:
         self,
         line: Line,
         other: int,
+        among: str,
         number: int,
         most_bytes: int,
         seal: Seal | None,
@@ -85,7 +93,7 @@ class _End:
     ) -> None:
         self._line, self._other, self._session = line, other, number
         self._most_bytes, ranks = most_bytes, sorted((line.rank, other))
-        self._lane = line.open_group(f"outergrad lines {number} {ranks}", ranks, patience_s)
+        self._lane = line.open_group(f"{among} lines {number} {ranks}", ranks, patience_s)
         self._seal = _Open() if seal is None else self._sealing(seal)
         self._least_bytes = HEAD_BYTES + self._seal.longer_bytes
         self.letters: deque[tuple[int, np.ndarray]] = deque()
@@ -121,16 +129,22 @@ class _End:
     # -- what goes out ---------------------------------------------------------------------------
 
     def send(self, letter: Letter) -> None:
-        """Starts to send a letter, once there is room for it."""
+        """Starts to send a letter, once there is room for it.
+
+        Raises:
+            ValueError: it is too long to be encrypted; whoever makes room for it is not to blame.
+        """
+        self._seal.refuse_long(HEAD_BYTES + letter.content.nbytes)
         with self._line.changed:
             self._held.append(letter)
             self._write()
 
     def close(self) -> None:
-        """Says goodbye, once, behind all that was sent, and reads nothing more."""
+        """Says goodbye, once, behind all that was sent, and drops what comes."""
         with self._line.changed:
             self._is_over = True
-            self.letters.clear()
+            while self.letters:
+                self._read_or_refuse(*self.letters.popleft())
             self._write()
             self._forget()
 
@@ -165,8 +179,12 @@ class _End:
             if not self.letters:
                 return None
             message = self.letters.popleft()
+        return self._read_or_refuse(*message)
+
+    def _read_or_refuse(self, number: int, message: np.ndarray) -> Letter | None:
+        """Reads a letter; None, and nothing more is taken, where the other end sent none."""
         try:
-            return self._read_one(*message)
+            return self._read_one(number, message)
         except ExchangeError as error:
             with self._line.changed:
                 self.letters.clear()
@@ -227,7 +245,9 @@ class _End:
             raise refused(f"is of {size} bytes")
         if size:
             self._refuse_flood()
-        self._room = np.empty(frame.total, np.uint8)
+        if not self._has_met and frame.number > _MOST_GREETINGS:
+            raise refused("is not the next one")
+        self._room = room_for(frame.total)
         self._came = self._came + 1 if self._has_met else frame.number
 
     def _refuse_flood(self) -> None:
@@ -238,14 +258,17 @@ class _End:
         """Takes a whole message: a letter, to be read later, or what is said beside letters."""
         if len(message) == self._least_bytes:
             head, _ = self._opened(self._came, message)
+            if head.is_letter:
+                self._refuse_flood()
             self._meet()
             self._note_arrived(head)
             if head.kind in _CLOSES:
                 self._break_off(_CLOSES[head.kind])
-            if head.kind not in (LetterKind.LETTER, LetterKind.LAST):
+            if not head.is_letter:
                 return
-            self._refuse_flood()
-        if not self._is_over:
+        if self._is_over:  # nobody else reads it: the other end has its goodbye to say behind it
+            self._read_or_refuse(self._came, message)
+        else:
             self.letters.append((self._came, message))
 
     def _meet(self) -> None:
@@ -269,8 +292,8 @@ class _End:
         self._line.changed.notify_all()
 
     def _forget(self) -> None:
-        """Lets the line drop what still comes, once both ends have closed."""
-        if self._is_over and self._why:
+        """Lets the line drop what still comes, once this end is closed and nothing can come."""
+        if self._is_over and self.why_closed:
             self._line.take_letters(self._lane, None)
 
 
@@ -281,6 +304,8 @@ class StarLines(Lines):
         comm: transport of the sites, which counts the bytes.
         line: of this process.
         ranks: of the neighbours in the run, by their ranks in the transport.
+        among: name of the sites of the transport, which no others of the run have: the sessions of
+            two groups may have the same number.
         number: of the session; both ends of a line give the same.
         most_bytes: largest content of a letter.
         seal: keys of this site, if the hub must not read letters.
@@ -294,17 +319,22 @@ class StarLines(Lines):
         comm: Comm,
         line: Line,
         ranks: Mapping[int, int],
+        among: str,
         number: int,
         most_bytes: int,
         seal: Seal | None,
     ) -> None:
         self._comm, self._ends = comm, dict[int, _End]()
-        about = number, most_bytes, seal, comm.patience_s
+        about = among, number, most_bytes, seal, comm.patience_s
         for site, rank in ranks.items():
             self._ends[site] = _End(line, rank, *about)
 
     def send(self, site: int, letter: Letter) -> None:
-        """Starts to send a letter; one to a site that is gone is dropped."""
+        """Starts to send a letter; one to a site that is gone is dropped.
+
+        Raises:
+            ValueError: the hub must not read it, and it is too long to be encrypted.
+        """
         end = self._ends[site]
         if not end.why_closed:
             end.send(letter)

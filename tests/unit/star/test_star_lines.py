@@ -11,12 +11,14 @@ import pytest
 
 from hub_sites import refused, sites_of_a_hub
 from lines import LONG_S, SOON_S, letter, on_blind_star, within
-from outergrad.messages.letters import LEFT_OUT
+from outergrad.comm.torch import TorchComm
+from outergrad.core.errors import ExchangeError
+from outergrad.messages.letters import ENDED, LEFT_OUT, LetterKind
 from outergrad.star.frames import LANES, Frame, Kind, Place
-from outergrad.star.groups import asked_for
+from outergrad.star.groups import Groups, asked_for
 from outergrad.star.run import Run
 from outergrad.star.window import WINDOW_BYTES
-from stars import CPU, Proxy, comms_on_star, hub, star
+from stars import CPU, Proxy, comms_on_star, group_on, hub, on_star, star
 
 MIB = 1 << 20
 
@@ -191,6 +193,24 @@ def test_a_part_that_is_not_the_next_one_closes_its_line():
     assert comms_on_star(2, body) == [([0, None], told), (None, LEFT_OUT)]
 
 
+@pytest.mark.parametrize("kind", [kind for kind in LetterKind if kind > LetterKind.LAST])
+def test_what_is_said_beside_letters_has_no_content(kind):
+    def body(comm):
+        lines = comm.exchange_with([1 - comm.rank], 1, 100)
+        if comm.rank == 1:
+            assert lines.next(0, within(LONG_S)).number == 0
+            end = lines._ends[0]
+            with comm._line.changed:
+                end._say(kind, letter(0, 1, 2, 3))
+            lines.next(0, within(LONG_S))
+            return lines.why_closed(0)
+        lines.send(1, letter(0))
+        assert lines.next(1, within(LONG_S)) is None
+        return lines.why_closed(1)
+
+    assert comms_on_star(2, body) == ["its message is of 3 bytes", LEFT_OUT]
+
+
 def test_a_site_that_is_gone_is_so_in_the_words_of_the_hub():
     def body(comm):
         others = [r for r in range(3) if r != comm.rank]
@@ -214,17 +234,41 @@ def test_a_site_that_is_gone_is_so_in_the_words_of_the_hub():
     assert comms_on_star(3, body)[:2] == [(1, 6, gone), (None, 6, gone)]
 
 
-def test_lines_that_are_closed_at_both_ends_are_forgotten():
+def forgotten(comm):
+    until = within(LONG_S)
+    while comm._line._letters and time.monotonic() < until:
+        time.sleep(SOON_S)
+    return not comm._line._letters
+
+
+@pytest.mark.parametrize("unread", [0, 15])
+def test_lines_that_are_closed_at_both_ends_are_forgotten(unread):
+    """Also where neither has read what the other sent, which is more than there is room for."""
+
     def body(comm):
         lines = comm.exchange_with([1 - comm.rank], 1, 100)
+        for number in range(unread):
+            lines.send(1 - comm.rank, letter(number, 1))
         held = len(comm._line._letters)
         lines.close()
-        until = within(LONG_S)
-        while comm._line._letters and time.monotonic() < until:
-            time.sleep(SOON_S)
-        return held, len(comm._line._letters)
+        return held, forgotten(comm)
 
-    assert comms_on_star(2, body) == [(1, 0)] * 2
+    assert comms_on_star(2, body) == [(1, True)] * 2
+
+
+def test_lines_to_a_site_that_is_gone_are_forgotten():
+    def body(comm):
+        lines = comm.exchange_with([1 - comm.rank], 1, 100)
+        lines.send(1 - comm.rank, letter(0, 1))
+        assert lines.next(1 - comm.rank, within(LONG_S)).number == 0
+        if comm.rank == 1:
+            comm.close()
+            return True
+        assert lines.next(1, within(LONG_S)) is None
+        lines.close()
+        return forgotten(comm)
+
+    assert comms_on_star(2, body) == [True, True]
 
 
 def test_cuts_of_a_line_lose_no_letter():
@@ -250,6 +294,22 @@ def test_cuts_of_a_line_lose_no_letter():
         for one in stars:
             one.close()
         proxy.close()
+
+
+def test_sessions_of_two_groups_with_the_same_number_have_lines_of_their_own():
+    def body(rank, one):
+        other = 1 - rank
+        groups = [group_on(one, name=name, ranks=range(2)) for name in ("some", "same")]
+        comms = [TorchComm(group, CPU) for group in groups]
+        both = [comm.exchange_with([other], 1, 100) for comm in comms]
+        for number, lines in enumerate(both):
+            lines.send(other, letter(number))
+        found = [lines.next(other, within(LONG_S)) for lines in both]
+        for lines in both:
+            lines.close()
+        return [one and one.number for one in found]
+
+    assert on_star(2, body) == [[0, 1]] * 2
 
 
 # -- a hub that must not read ---------------------------------------------------------------------
@@ -285,6 +345,76 @@ def test_the_hub_reads_no_letter_and_cannot_change_one(monkeypatch):
     assert whole == [b"secret", 500 * b"secret"]
     assert len(seen) > 4
     assert not any(b"secret" in one for one in seen)
+
+
+@pytest.mark.parametrize(
+    ("withheld", "told"),
+    [
+        (0, ""),
+        (1, ""),  # a greeting, which is said again
+        (2, "its message has come before there was room for it"),
+        (5, "its message is not the next one"),
+    ],
+)
+def test_a_hub_that_withholds_the_first_letters_is_noticed(monkeypatch, withheld, told):
+    take = Run.take
+
+    def withholds(run, member, frame):
+        if frame.kind != Kind.LETTER or member.rank == 0 or frame.number > withheld:
+            take(run, member, frame)
+
+    monkeypatch.setattr(Run, "take", withholds)
+    opened = threading.Event()
+
+    def body(comm):
+        if comm.rank == 0:
+            opened.wait(LONG_S)  # so that site 1 does not miss its greeting
+        lines = comm.exchange_with([1 - comm.rank], 1, 100)
+        opened.set()
+        if comm.rank == 0:
+            found = lines.next(1, within(LONG_S))
+            return found and found.number, lines.why_closed(1)
+        for number in range(4):
+            lines.send(0, letter(number, ends=True))
+        assert lines.next(0, within(LONG_S)) is None
+        return lines.why_closed(0)
+
+    found = (None, told) if told else (0, "")
+    assert on_blind_star(2, body) == [found, LEFT_OUT if told else ENDED]
+
+
+def test_a_letter_that_is_too_long_to_be_encrypted_is_refused_where_it_is_sent(monkeypatch):
+    """Also one that waits for room; the letters around it arrive."""
+    monkeypatch.setattr("outergrad.star.group_seal._MOST_BYTES", 1000)
+
+    def body(comm):
+        other = 1 - comm.rank
+        lines = comm.exchange_with([other], 1, 10_000)
+        lines.send(other, letter(0))
+        with pytest.raises(ValueError, match="with blind=1 a message has at most 1000"):
+            lines.send(other, letter(1)._replace(content=letter(0, 1).content.repeat(1000)))
+        lines.send(other, letter(2))
+        return [lines.next(other, within(LONG_S)).number for _ in range(2)]
+
+    assert on_blind_star(2, body) == [[0, 2]] * 2
+
+
+@pytest.mark.parametrize(
+    ("lane", "told"),
+    [
+        (1 << 16, "cannot be opened: 65536"),
+        ("9" * 5000, "cannot be opened: 999"),
+        (LANES, f"the hub has opened lane {LANES} twice"),
+    ],
+)
+def test_a_hub_that_gives_a_lane_that_cannot_be_is_told_of(monkeypatch, lane, told):
+    monkeypatch.setattr(Groups, "answer", lambda *_: str(lane).encode())
+
+    def body(comm):
+        with pytest.raises(ExchangeError, match=told):
+            _ = [comm.exchange_with([1 - comm.rank], number, 100) for number in (1, 2)]
+
+    on_blind_star(2, body)
 
 
 @pytest.mark.parametrize("number", [1, 2])

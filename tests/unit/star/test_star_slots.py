@@ -238,7 +238,7 @@ def test_nothing_is_said_before_all_are_there():
     one = HubSite(type(hub)("ab"), "a")
     for kind in (Kind.TEXT, Kind.FIRST, Kind.GATHER):
         with pytest.raises(MalformedError, match="not there yet"):
-            one.send(kind, b"end/1\ntext")
+            one.send(kind, b"end/1\ntext", total=10)
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -266,6 +266,11 @@ WRONG = {
     "for itself": ({"kind": Kind.EACH, "recipient": 2}, "for 'c'"),
     "no bytes": ({"payload": b""}, "without bytes"),
     "beyond its end": ({"offset": 5}, "says what cannot be"),
+    "longer than its message": ({"total": 7}, "says what cannot be"),
+    "a letter longer than it says": (
+        {"kind": Kind.LETTER, "recipient": 0, "total": 0},
+        "says what cannot be",
+    ),
     "a lane that is none": ({"lane": 8}, "which no group has"),
     "a sum for nobody": ({"kind": Kind.SUM, "dtype": 2, "recipient": 9}, "for rank 9"),
     "a sum of an operation that is none": ({"kind": Kind.SUM, "dtype": 0xF2}, "cannot be added"),

@@ -520,7 +520,8 @@ class StarGroup(dist.ProcessGroup):
 
         self._refuse_ended()
         ranks = {site: self._ranks[site] for site in sites}
-        return StarLines(comm, self._line, ranks, number, most_bytes, self._held.seal)
+        about = self._opened, number, most_bytes, self._held.seal
+        return StarLines(comm, self._line, ranks, *about)
 
     def _between(
         self, source: int, target: int, tag: int, counts: Counter[tuple[int, int]]
