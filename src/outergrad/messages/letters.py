@@ -76,7 +76,7 @@ class Head(NamedTuple):
 
     @property
     def is_letter(self) -> bool:
-        """Whether it is the head of a letter, and not of what is said beside letters."""
+        """True for the head of a letter, and not of what is said beside letters."""
         return self.kind in _LETTERS
 
     @property

@@ -229,7 +229,7 @@ class EdgeRounds:
 
     @property
     def figures(self) -> dict[str, float]:
-        """How far away the neighbours' weights were, by the figure's name."""
+        """The distance of the neighbours' weights, by the figure's name."""
         return {"neighbour_distance": self._distance}
 
     @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,7 +23,6 @@ from outergrad.messages.raw import has_elements
 from outergrad.planning.plan import Planner
 from outergrad.replay.block_message import Blocks
 from outergrad.session.attendance import Attendance
-from outergrad.session.data_drift import DataDrift
 from outergrad.session.inspect import Inspection
 from outergrad.session.made_equal import ReplicaState
 from outergrad.session.membership import Membership
@@ -43,6 +42,9 @@ from outergrad.step.mishaps import Mishaps
 from outergrad.step.passes import Passes
 from outergrad.step.spec import StepSpec
 from outergrad.step.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from outergrad.session.data_drift import DataDrift
 from outergrad.step.transforming import Transforming, leftover, refuse_leftover
 from outergrad.step.unsynced import UnsyncedStep
 
@@ -115,7 +117,11 @@ class Exchange:
         self.blocks = Blocks()
         self.header_builder = HeaderBuilder(model, at.number, at.comm, self.blocks)
         self.planner = ranks.planner(inspection, whole)
-        self.drift = None if settings.drift is None else DataDrift(settings.drift, at, reporter)
+        self.drift: DataDrift | None = None
+        if settings.drift is not None:
+            from outergrad.session.data_drift import DataDrift
+
+            self.drift = DataDrift(settings.drift, at, reporter)
         self.cadence = Cadence(self.whole, inspection.every, self.accumulator, self.drift)
         needs_units = getattr(transform, "needs_units", False)
         self.units = Units() if needs_units else None

@@ -1,4 +1,4 @@
-"""What `og.Gossip` asks of rounds with neighbours, over edges both ways and directed ones."""
+"""The protocol of rounds with neighbours, over edges both ways and directed ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outergrad.core.types import StateDict
 
 @dataclass(frozen=True)
 class Met:
-    """Who was met in exchanges.
+    """The neighbours that were met in exchanges.
 
     Attributes:
         heard: neighbours that were heard.
@@ -47,7 +47,7 @@ class Rounds(Protocol):
 
     @property
     def figures(self) -> dict[str, float]:
-        """What recorders are told of the last round, by name."""
+        """The figures of the last round that recorders are told, by name."""
         ...
 
     def begin(self, step: int, *, whole: bool = False) -> None:

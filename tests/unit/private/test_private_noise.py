@@ -237,7 +237,8 @@ def test_a_tensor_of_any_layout_and_size_gets_noise_everywhere():
     for t in (torch.zeros(300, 700), torch.zeros(70, 30).T, torch.zeros(3, 0), torch.zeros(1)):
         noisy = add(Random(), t, 2.0)
         assert noisy.shape == t.shape
-        assert bool((noisy != 0).all())
+        # Noise in float32 is exactly 0 now and then: once in some million draws.
+        assert int((noisy == 0).sum()) <= min(3, t.numel() // 1000)
 
 
 def test_copies_have_noise_of_their_own():
