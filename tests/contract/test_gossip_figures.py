@@ -58,8 +58,21 @@ SENTENCES = {
     "to {:.1f} %; beside the optimizer's own momentum they bring nothing, {:.1f} %": (
         lambda: [sorted_rows("ring, rounds=2, momentum=0.9"), sorted_rows("ring, rounds=2")]
     ),
-    "So {:.1f} points to an all-reduce are left": (
-        lambda: [sorted_rows("all-reduce") - sorted_rows("ring, rounds=2, momentum=0.9")]
+    "Four rounds bring it to {:.1f} %, for {:.1f} times the bytes of an all-reduce": (
+        lambda: [
+            sorted_rows("ring, rounds=4, momentum=0.9"),
+            sorted_rows("ring, rounds=4, momentum=0.9", "sent_bytes")
+            / sorted_rows("all-reduce", "sent_bytes"),
+        ]
+    ),
+    "then {:.1f} points to it are left": (
+        lambda: [sorted_rows("all-reduce") - sorted_rows("ring, rounds=4, momentum=0.9")]
+    ),
+    "At rank 1 a momentum of 0.5 brings the mean to {:.1f} % instead of {:.1f} %": (
+        lambda: [
+            sorted_rows("ring, power, rank 1, momentum=0.5"),
+            sorted_rows("ring, power, rank 1"),
+        ]
     ),
     "The ring ends {:.3f} above `og.LocalSteps(15)`, for {:.2f} times its bytes": (
         lambda: [

@@ -28,9 +28,10 @@ def assert_each_task_has_a_result(name: str) -> None:
 
 def assert_tables_are_those_of_the_results(name: str, folder: Path) -> None:
     """Those that are published are what a reproduction writes, to the letter."""
-    written = {
-        t.name: t.markdown for t in write_tables(experiment(name).tables, results(name), folder)
-    }
+    whole = experiment(name)
+    found = {one["key"]: one for one in results(name)}
+    ordered = [found[task.key] for task in whole.tasks]  # as a reproduction has them
+    written = {t.name: t.markdown for t in write_tables(whole.tables, ordered, folder)}
     assert written == {table: markdown(name, table) for table in written}
 
 
