@@ -256,7 +256,7 @@ class Way(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """Whether exchanges wait for drift."""
+        """True if exchanges wait for drift."""
         return isinstance(self.k, og.OnDrift)
 
 

@@ -59,7 +59,7 @@ arXiv 2008.01425."""
 
 
 class Subject(NamedTuple):
-    """What is trained.
+    """A model that is trained, and the form of its inputs.
 
     Attributes:
         model: Makes the model for some data.
@@ -145,7 +145,7 @@ class GossipWork:
 
     @property
     def method(self) -> Any:
-        """What `og.distribute` is given."""
+        """The method that `og.distribute` is given."""
         outer = {"lr": self.outer_lr, "momentum": self.momentum or 0.0, "overlap": self.overlap}
         return WAYS[self.way]({"every": self.every, "rounds": self.rounds, **outer})
 
