@@ -80,6 +80,12 @@ SENTENCES = {
             gpt("sent_bytes", "ring, every=15") / gpt("sent_bytes", "local steps, every=15"),
         ]
     ),
+    "and momentum of 0.3 it ends {:.3f} above local steps with the same outer optimizer": (
+        lambda: [
+            gpt("test_loss", "ring, every=15, lr=0.7, momentum=0.3")
+            - gpt("test_loss", "local steps, every=15, lr=0.7, momentum=0.3")
+        ]
+    ),
     "behind five steps cost {:.3f} in loss, behind all fifteen {:.3f}": (
         lambda: [
             gpt("test_loss", f"ring, every=15, overlap={steps}")
