@@ -93,9 +93,10 @@ def refuse_parting(method: Gossip, sites: int) -> None:
 
     if parts(method.momentum):
         below = range(math.ceil(_TENTHS * method.momentum) - 1, 0, -1)
-        good = next((tenth / _TENTHS for tenth in below if not parts(tenth / _TENTHS)), 0.0)
+        good = next((tenth / _TENTHS for tenth in below if not parts(tenth / _TENTHS)), None)
+        less = "no momentum=" if good is None else f"momentum={good} or less"
         raise ValueError(
             f"og.Gossip: momentum={method.momentum} drives {sites} sites apart on the graph "
-            f"{method.graph!r}: use momentum={good} or less, or a graph whose edges are the same "
-            f"in every step, as 'ring'"
+            f"{method.graph!r}: use {less}, or a graph whose edges are the same in every step, as "
+            f"'ring'"
         )

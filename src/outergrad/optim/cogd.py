@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from outergrad.optim.adam import move_by_adam
-from outergrad.optim.groups import called, refuse_sparse
+from outergrad.optim.groups import called, check_last, refuse_sparse
 
 _RULES = ("adam", "sgd")
 
@@ -106,11 +106,7 @@ class CoGD(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, after checking its values."""
         super().add_param_group(param_group)
-        try:
-            _check(self.param_groups[-1])
-        except ValueError:
-            self.param_groups.pop()
-            raise
+        check_last(self, _check)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:  # PyTorch says None or float

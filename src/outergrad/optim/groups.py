@@ -1,15 +1,26 @@
-"""Names of the parameters of an optimizer's group, and the refusal of sparse gradients."""
+"""Groups of an optimizer: names of their parameters, and refusals."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from torch.optim import Optimizer
 
 
 def called(group: Mapping[str, Any], k: int) -> str:
     """Returns the name of a group's parameter, or its number where names were not given."""
     names = group.get("param_names")
     return names[k] if names else f"parameter {k} of a group"
+
+
+def check_last(optimizer: Optimizer, check: Callable[[Mapping[str, Any]], None]) -> None:
+    """Checks the group that was added last, and takes it away again where the check raises."""
+    try:
+        check(optimizer.param_groups[-1])
+    except ValueError:
+        optimizer.param_groups.pop()
+        raise
 
 
 def refuse_sparse(optimizer: str, group: Mapping[str, Any]) -> None:

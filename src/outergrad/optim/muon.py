@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from outergrad.optim.adam import move_by_adam
-from outergrad.optim.groups import called, refuse_sparse
+from outergrad.optim.groups import called, check_last, refuse_sparse
 from outergrad.optim.orthonormal import STEPS, newton_schulz
 
 _NO_MATRICES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
@@ -104,11 +104,7 @@ class Muon(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, after checking its values."""
         super().add_param_group(param_group)
-        try:
-            _check(self.param_groups[-1])
-        except ValueError:
-            self.param_groups.pop()
-            raise
+        check_last(self, _check)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:  # PyTorch says None or float
