@@ -89,7 +89,7 @@ class StarBoard(Board):
     def drop(self, key: str) -> None:
         """Frees at the hub what this site has put into a slot."""
         if self._line.ask(Kind.DROP, key.encode(), self._limit_s) is None:
-            raise BoardGoneError("the hub does not answer")
+            raise BoardGoneError(self._line.why_unanswered(self._limit_s))
 
     def farewell(self, site: int, session: int) -> str | None:
         """Returns a site's farewell, of its process or else of the session; None without one."""
@@ -121,7 +121,7 @@ class StarBoard(Board):
     def _ask(self, kind: Kind, key: str, content: bytes = b"") -> bytes:
         answer = self._line.ask(kind, asked(key, content), self._limit_s)
         if answer is None:
-            raise BoardGoneError("the hub does not answer")
+            raise BoardGoneError(self._line.why_unanswered(self._limit_s))
         return answer
 
 

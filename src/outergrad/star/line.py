@@ -119,6 +119,17 @@ class Line:
             self.changed.wait_for(lambda: questions.is_answered(number) or self._is_cut, limit_s)
             return questions.end(number)
 
+    def why_unanswered(self, limit_s: float | None, told: str = "the hub has not answered") -> str:
+        """Returns why a question has no answer: the failure of this line, or else what is told.
+
+        Args:
+            limit_s: timeout of the question, seconds; None without one.
+            told: what has not happened in this time.
+        """
+        if self.failure is not None:
+            return str(self.failure)
+        return told if limit_s is None else f"{told} within {limit_s:g} s"
+
     def count(self) -> int:
         """Returns a number that nothing else has that this site writes on the board."""
         with self.changed:
@@ -138,7 +149,7 @@ class Line:
         """
         answer = self.ask(Kind.GROUP, asked_for(name, ranks), limit_s)
         if answer is None:
-            raise ExchangeError("the hub does not answer", kind=Failure.TRANSPORT)
+            raise ExchangeError(self.why_unanswered(limit_s), kind=Failure.TRANSPORT)
         if not answer.isdigit() or len(answer) > _LONGEST_LANE or int(answer) >= MOST_LANES:
             told = printable(answer.decode(errors="replace"))
             raise ExchangeError(f"the group {name!r} cannot be opened: {told}")

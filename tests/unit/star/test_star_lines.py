@@ -401,18 +401,45 @@ def test_a_letter_that_is_too_long_to_be_encrypted_is_refused_where_it_is_sent(m
 
 @pytest.mark.parametrize(
     ("lane", "told"),
-    [
-        (1 << 16, "cannot be opened: 65536"),
-        ("9" * 5000, "cannot be opened: 999"),
-        (LANES, f"the hub has opened lane {LANES} twice"),
-    ],
+    [(1 << 16, "cannot be opened: 65536"), ("9" * 5000, "cannot be opened: 999")],
 )
 def test_a_hub_that_gives_a_lane_that_cannot_be_is_told_of(monkeypatch, lane, told):
     monkeypatch.setattr(Groups, "answer", lambda *_: str(lane).encode())
 
     def body(comm):
         with pytest.raises(ExchangeError, match=told):
-            _ = [comm.exchange_with([1 - comm.rank], number, 100) for number in (1, 2)]
+            comm.exchange_with([1 - comm.rank], 1, 100)
+
+    on_blind_star(2, body)
+
+
+def test_a_site_that_the_hub_has_put_out_is_told_why_and_not_that_the_hub_is_silent(monkeypatch):
+    """This hub names a lane that it then refuses, with the site that speaks in it."""
+    monkeypatch.setattr(Groups, "answer", lambda *_: str(LANES).encode())
+
+    def body(comm):
+        comm.exchange_with([1 - comm.rank], 1, 100)
+        assert comm._line.wait_for(lambda: comm._line.has_failed, LONG_S)
+        with pytest.raises(ExchangeError, match=f"a frame of lane {LANES}, which no group has"):
+            comm.exchange_with([1 - comm.rank], 2, 100)
+
+    on_blind_star(2, body)
+
+
+def test_a_hub_that_gives_two_sessions_the_same_lane_is_told_of(monkeypatch):
+    """It relays what is sent in this lane, so nothing else tells of it."""
+    answer = Groups.answer
+
+    def of_the_first(groups, question, asker):
+        return answer(groups, question.replace(b"lines 2", b"lines 1"), asker)
+
+    monkeypatch.setattr(Groups, "answer", of_the_first)
+
+    def body(comm):
+        first = comm.exchange_with([1 - comm.rank], 1, 100)
+        with pytest.raises(ExchangeError, match=f"the hub has opened lane {LANES} twice"):
+            comm.exchange_with([1 - comm.rank], 2, 100)
+        first.close()
 
     on_blind_star(2, body)
 

@@ -116,7 +116,8 @@ class HubStore(Store):
         limit_s = wait_ms / 1000
         answer = self._answer(_question(Ask.GET, str(wait_ms), *keys), limit_s)
         if answer is None:
-            raise dist.DistStoreError(self._why(f"no site set {', '.join(keys)}", limit_s))
+            why = f"no site set {', '.join(keys)}"
+            raise dist.DistStoreError(self._line.why_unanswered(limit_s, why))
         return unpacked(answer)
 
     def _ask(self, ask: Ask, *arguments: str | bytes) -> bytes:
@@ -126,17 +127,13 @@ class HubStore(Store):
             raise ValueError(f"{told}: send them by a collective instead")
         answer = self._answer(question, _ANSWERS_S)
         if answer is None:
-            raise dist.DistStoreError(self._why("the hub does not answer", _ANSWERS_S))
+            raise dist.DistStoreError(self._line.why_unanswered(_ANSWERS_S))
         return answer
 
     def _answer(self, question: bytes, limit_s: float) -> bytes | None:
         if self._line.has_left or not self._line.is_ready:
             raise dist.DistStoreError(IN_SESSIONS)
         return self._line.ask(Kind.STORE, question, limit_s)
-
-    def _why(self, otherwise: str, limit_s: float) -> str:
-        failure = self._line.failure
-        return str(failure) if failure is not None else f"{otherwise} within {limit_s:g} s"
 
 
 def _question(ask: Ask, *arguments: str | bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections import defaultdict
@@ -281,9 +282,11 @@ def test_a_site_whose_key_does_not_come_is_named():
 def test_a_session_over_some_sites_goes_by_their_group():
     """Its collectives are those of the group, which encrypts and masks them."""
 
+    torch.manual_seed(0)
+    built = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+
     def trained(group):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+        model = copy.deepcopy(built)
         session = og.distribute(model, og.DAD(), group=group)
         for step in range(3):
             model.zero_grad()
