@@ -26,6 +26,7 @@ EXPECTED = {
     "momentum": partial(SGD, momentum=0.9),
     "sign": SignOfTheGradient,
     "muon": partial(Muon, eps=ADAM_EPS),
+    "muon-0.9": partial(Muon, eps=ADAM_EPS, momentum=0.9),
     "muon-bf16": partial(Muon, eps=ADAM_EPS, dtype=torch.bfloat16),
 }
 
@@ -50,12 +51,13 @@ def test_an_optimizer_of_a_name(name):
     assert model[0].detach().equal(steps(EXPECTED[name]))
 
 
-@pytest.mark.parametrize("name", ["muon", "muon-bf16"])
+@pytest.mark.parametrize("name", ["muon", "muon-0.9", "muon-bf16"])
 def test_muon_moves_the_hidden_matrices_alone(name):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     groups = optimizer_of(name, model, 0.1).param_groups
     by_muon = {name for group in groups if group["matrices"] for name in group["param_names"]}
     assert by_muon == {"0.weight"}
+    assert {group["momentum"] for group in groups} == {0.9 if name == "muon-0.9" else 0.95}
 
 
 @pytest.mark.parametrize("share", [1.0, 0.1, 0.0])
