@@ -55,7 +55,10 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "muon-0.9": partial(Muon, eps=ADAM_EPS, momentum=0.9),
     "muon-bf16": partial(Muon, eps=ADAM_EPS, dtype=torch.bfloat16),
 }
-"""Constructors that take the parameters and `lr=`; "sgd" and "sign" are without momentum, "muon" has 0.95."""
+"""Constructors that take the parameters and `lr=`.
+
+"sgd" and "sign" are without momentum; that of "muon" is 0.95.
+"""
 
 
 def optimizer_of(name: str, model: nn.Module, lr: float) -> Optimizer:
