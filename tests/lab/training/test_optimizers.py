@@ -57,7 +57,12 @@ def test_muon_moves_the_hidden_matrices_alone(name):
     groups = optimizer_of(name, model, 0.1).param_groups
     by_muon = {name for group in groups if group["matrices"] for name in group["param_names"]}
     assert by_muon == {"0.weight"}
-    assert {group["momentum"] for group in groups} == {0.9 if name == "muon-0.9" else 0.95}
+
+
+@pytest.mark.parametrize(("name", "momentum"), [("muon", 0.95), ("muon-0.9", 0.9)])
+def test_muon_has_the_momentum_that_its_name_tells(name, momentum):
+    groups = optimizer_of(name, nn.Linear(3, 4), 0.1).param_groups
+    assert {group["momentum"] for group in groups} == {momentum}
 
 
 @pytest.mark.parametrize("share", [1.0, 0.1, 0.0])
