@@ -388,6 +388,8 @@ def refused(mesh: DeviceMesh) -> None:
     for kind in ("mean", "broadcast"):
         with raises(ValueError, "each rank keeps its own"):
             og.distribute(model, og.Dense(), mesh=mesh, buffers=kind)
+    with raises(ValueError, "outer=OuterMuon of a model of fully_shard()"):
+        og.distribute(model, og.LocalSteps(2, outer=og.optim.OuterMuon), mesh=mesh)
     with raises(ValueError, "pass mesh="):
         og.distribute(model, og.Dense())
     both = net()

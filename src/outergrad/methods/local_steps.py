@@ -60,7 +60,8 @@ class LocalSteps:
             exchange whenever a site's data drift.
         outer: Makes the outer optimizer of a list of parameters, alike on all sites; if None it is
             SGD with a learning rate of 1, which makes the weights their mean. `og.nesterov` is
-            DiLoCo's. It is also called with a list of one parameter, to check it.
+            DiLoCo's, `og.optim.OuterMuon` is for Muon inside. It is also called with a list of one
+            parameter, to check it.
         method: How the change travels: `og.Dense()`; `og.RankDAD(...)` or `og.PowerSGD(...)` for
             weights at low rank and the rest dense; `og.Sparse(...)` for a few entries of weights;
             `og.PerLayer({...})` of these and `og.Local()`.

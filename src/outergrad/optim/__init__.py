@@ -3,5 +3,6 @@
 from outergrad.optim.cogd import CoGD
 from outergrad.optim.muon import Muon, muon_groups
 from outergrad.optim.orthonormal import newton_schulz
+from outergrad.optim.outer_muon import OuterMuon
 
-__all__ = ["CoGD", "Muon", "muon_groups", "newton_schulz"]
+__all__ = ["CoGD", "Muon", "OuterMuon", "muon_groups", "newton_schulz"]

@@ -17,6 +17,7 @@ import outergrad as og
 from cases import Events, mlp, relative_error
 from covering import covering
 from meshes import run_mesh
+from outergrad.optim import OuterMuon
 from outergrad.session.fragments import Fragments
 from ranks import run_on_lasting_groups, try_ranks
 from sites_apart import FULL_RANK, INNER, LOW_RANK, Site, loss, model, nesterov, plain, train
@@ -35,6 +36,7 @@ TURNS = [
     (2, {"k": 6, "stream": 2, "overlap": 2}, nesterov),
     (3, {"k": 4, "stream": 2, "overlap": 1, "alpha": 0}, nesterov),
     (3, {"k": 9, "stream": 3, "overlap": 1, "alpha": 0.75}, nesterov),
+    (2, {"k": 3, "stream": 3}, OuterMuon),
 ]
 
 

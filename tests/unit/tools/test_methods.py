@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from functools import wraps
+from functools import partial, wraps
 from itertools import pairwise
 
 import pytest
@@ -13,6 +13,7 @@ import outergrad as og
 from forked import forked_processes
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.start import run_sites
+from outergrad.optim import OuterMuon
 from outergrad.tools.named_methods import attach as methods
 from outergrad.tools.named_methods.attach import (
     METHODS,
@@ -207,10 +208,18 @@ def test_a_method_can_be_named_with_settings(name, method):
             "local-steps:k=7:lr=1:momentum=0",
             og.LocalSteps(7, outer=lambda params: torch.optim.SGD(params, lr=1.0)),
         ),
+        ("local-steps:k=6:stream=2:outer=muon", og.LocalSteps(6, outer=OuterMuon, stream=2)),
+        ("local-steps:k=6:outer=muon:lr=1", og.LocalSteps(6, outer=partial(OuterMuon, lr=1.0))),
     ],
 )
 def test_local_steps_can_be_named_with_settings(name, method):
     assert repr(attach_of(name).method) == repr(method)
+
+
+@pytest.mark.parametrize("settings", ["outer=adam", "outer=muon:momentum=0.9", "outer=muon:lr=0"])
+def test_other_outer_optimizers_are_refused(settings):
+    with pytest.raises(RecipeError, match=r"(outer|momentum|lr)=.*; (use|outer=muon has none)"):
+        attach_of(f"local-steps:k=6:{settings}")
 
 
 @pytest.mark.parametrize("inner", ["dense", "rank-dad:rank=2"])

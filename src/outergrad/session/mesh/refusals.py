@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+from torch import nn
+
 from outergrad.core.transform import GradientTransform
 from outergrad.methods.auto.chooser import Auto
+from outergrad.methods.local_steps import LocalSteps
 from outergrad.session.inspect import Inspection
 
 _SHARDED = "a model of fully_shard()"
@@ -25,6 +29,18 @@ def of_method(method: Any) -> Iterator[str]:
         yield (
             "og.Auto(): the ranks of a site do not tell each other how long steps take; name a "
             "method, or what was chosen without a mesh, og.Auto(frozen=session.choice())"
+        )
+
+
+def of_outer(steps: LocalSteps | None) -> Iterator[str]:
+    """Yields a problem of an outer optimizer with shards of matrices."""
+    if steps is None:
+        return
+    made = steps.optimizer([nn.Parameter(torch.zeros(1))])
+    if getattr(made, "needs_matrices", False):
+        yield (
+            f"outer={type(made).__name__} of {_SHARDED}: a rank has rows of a matrix alone, which "
+            f"cannot be made orthonormal by themselves; leave outer= out"
         )
 
 

@@ -24,6 +24,7 @@ from outergrad.core.types import Factors, Part, Slot
 from outergrad.launch.errors import RecipeError
 from outergrad.linalg.outer import row_sum
 from outergrad.methods.dad import DAD, DADCompressor
+from outergrad.methods.local_steps import Outer
 
 
 class Peer(Protocol):
@@ -339,8 +340,9 @@ def _edad(blocks: str = "", **settings: Any) -> Distributed:
 def _local_steps(
     k: int = 50,
     method: str = "dense",
-    lr: float = 1.0,
+    lr: float | None = None,
     momentum: float = 0.0,
+    outer: str = "sgd",
     stream: int = 1,
     overlap: int = 0,
     alpha: float | None = None,
@@ -351,16 +353,34 @@ def _local_steps(
 ) -> Distributed:
     """Federated averaging of equally weighted sites; DiLoCo with ``lr=0.7:momentum=0.9``.
 
-    With ``whole=True`` the last exchange brings all that the sites owe.
+    With ``outer=muon`` mean changes of matrices are made orthonormal (`og.optim.OuterMuon`), as far
+    as ``lr`` says. With ``whole=True`` the last exchange brings all that the sites owe.
     """
     inner = _attach_of(method)
     if not isinstance(inner, Distributed) or isinstance(inner.method, (og.Auto, og.LocalSteps)):
         raise ValueError(f"method={method}; use dense, rank-dad, og-powersgd or sparse")
-    outer = partial(SGD, lr=float(lr), momentum=float(momentum), nesterov=momentum > 0)
     turns = {"stream": stream, "overlap": overlap, "alpha": alpha}
     turns |= {"quorum": quorum, "grace": grace}
-    made = og.LocalSteps(k, outer=outer, method=inner.method, **turns, error_reset=error_reset)
+    made = og.LocalSteps(
+        k,
+        outer=_outer(outer, lr, float(momentum)),
+        method=inner.method,
+        **turns,
+        error_reset=error_reset,
+    )
     return Distributed(made, whole=whole)
+
+
+def _outer(name: str, lr: float | None, momentum: float) -> Outer:
+    if name not in ("sgd", "muon"):
+        raise ValueError(f"outer={name}; use sgd or muon")
+    if name == "sgd":
+        return partial(
+            SGD, lr=float(1 if lr is None else lr), momentum=momentum, nesterov=momentum > 0
+        )
+    if momentum:
+        raise ValueError(f"momentum={momentum}; outer=muon has none: leave it out")
+    return og.optim.OuterMuon if lr is None else partial(og.optim.OuterMuon, lr=float(lr))
 
 
 def _fedavg(k: int = 20, method: str = "dense") -> Distributed:

@@ -1,0 +1,119 @@
+"""`OuterMuon`: its formula, whole matrices that take turns in signs, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import outergrad as og
+from cases import mlp
+from outergrad.optim import Muon, OuterMuon, muon_groups
+from outergrad.optim.outer_muon import largest_singular_value
+from ranks import run_ranks
+
+
+def few():
+    """Signs of whole matrices, of which none are remembered."""
+    return og.Sparse(
+        density=1.0,
+        select="random_blocks",
+        block=256,
+        wire=og.wire.Sign(),
+        vectors=og.wire.Int4(),
+        error_feedback=False,
+        always=True,
+    )
+
+
+@pytest.mark.parametrize("shape", [(8, 5), (5, 8), (4, 3, 2, 2)])
+def test_a_matrix_goes_as_far_in_each_direction_as_its_change_in_the_longest(shape):
+    p = nn.Parameter(torch.randn(shape, dtype=torch.float64))
+    start, p.grad = p.detach().clone(), torch.randn(shape, dtype=torch.float64)
+    OuterMuon([p], lr=0.5).step()
+    u, s, vh = torch.linalg.svd(p.grad.flatten(1), full_matrices=False)
+    ones = s / s.norm()
+    for _ in range(5):
+        ones = 3.4445 * ones - 4.7750 * ones**3 + 2.0315 * ones**5
+    expected = start.flatten(1) - 0.5 * s[0] * (u * ones) @ vh
+    torch.testing.assert_close(p.detach().flatten(1), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (40, 3), (64, 200)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_the_largest_singular_value_is_found_from_below(shape, dtype):
+    for seed in range(5):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+        true = torch.linalg.matrix_norm(x, ord=2)
+        found = largest_singular_value(x)
+        assert 0.93 * true <= found <= 1.0001 * true
+
+
+def test_vectors_go_to_their_mean_and_nothing_moves_without_a_change():
+    vector, still, zero = (nn.Parameter(torch.randn(n)) for n in ((5,), (3, 3), (3, 3)))
+    start = [p.detach().clone() for p in (vector, still, zero)]
+    vector.grad, zero.grad = torch.randn(5), torch.zeros(3, 3)
+    OuterMuon([vector, still, zero]).step()
+    assert vector.equal(start[0] - vector.grad)
+    assert still.equal(start[1])
+    assert zero.equal(start[2])
+
+
+@pytest.mark.parametrize("setting", [{"lr": 0.0}, {"lr": -1.0}, {"steps": 0}])
+def test_values_out_of_range_are_refused(setting):
+    with pytest.raises(ValueError, match=r"OuterMuon: \w+=.*; use "):
+        OuterMuon([nn.Parameter(torch.zeros(2, 2))], **setting)
+
+
+def net():
+    torch.manual_seed(0)
+    return mlp(12, 16, 8, 4)
+
+
+def trained(rank, group, stream, steps, model):
+    """Trains at one site, and returns its weights."""
+    model = copy.deepcopy(model)
+    session = og.distribute(
+        model,
+        og.LocalSteps(3, stream=stream, outer=OuterMuon, method=few()),
+        group=group,
+    )
+    optimizer = Muon(muon_groups(model), lr=0.01)
+    data = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 12, generator=data)).square().mean().backward()
+        optimizer.step()
+    session.flush()
+    session.detach()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("stream", [1, 3])
+@pytest.mark.parametrize("sites", [2, 3])
+def test_sites_have_the_same_weights_after_a_flush(stream, sites):
+    results = run_ranks(sites, partial(trained, stream=stream, steps=7, model=net()))
+    for other in results[1:]:
+        assert all(a.equal(b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_the_mean_of_signs_goes_as_far_in_all_directions():
+    layer = nn.Linear(96, 24, bias=False)
+
+    def body(rank, group):
+        model = copy.deepcopy(layer)
+        session = og.distribute(model, og.LocalSteps(1, outer=OuterMuon, method=few()), group=group)
+        optimizer = Muon([{"params": model.parameters(), "matrices": True}], lr=0.01)
+        x = torch.randn(64, 96, generator=torch.Generator().manual_seed(rank))
+        (model(x) - x[:, :24]).square().mean().backward()
+        optimizer.step()
+        session.detach()
+        return torch.linalg.svdvals(layer.weight - model.weight).detach()
+
+    length = 0.01 * 0.2 * 96**0.5  # of Muon's own step in each direction
+    for moved in run_ranks(2, body):
+        assert moved.min() > 0.5 * moved.max()
+        assert 0.5 * length < moved.median() < 1.6 * length
