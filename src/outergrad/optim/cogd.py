@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from outergrad.optim.adam import move_by_adam
-from outergrad.optim.groups import called, check_last, refuse_sparse
+from outergrad.optim.groups import begin_step, called, check_last, check_ranges
 
 _RULES = ("adam", "sgd")
 
@@ -111,9 +111,7 @@ class CoGD(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:  # PyTorch says None or float
         """Moves the parameters that have a gradient."""
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            refuse_sparse("CoGD", group)  # before any parameter has moved
+        loss = begin_step(self, closure)
         for group in self.param_groups:
             moved = [(p, p.grad) for p in group["params"] if p.grad is not None]
             if group["pair"] is None:
@@ -220,9 +218,7 @@ def _check(group: Mapping[str, Any]) -> None:
         "betas": (all(0 <= beta < 1 for beta in group["betas"]), "two numbers, each below 1"),
         "eps": (group["eps"] > 0, "more than 0"),
     }
-    for name, (holds, wanted) in ranges.items():
-        if not holds:
-            raise ValueError(f"CoGD: {name}={group[name]!r}; use {wanted}")
+    check_ranges("CoGD", group, ranges)
     if group["pair"] is not None:
         _check_pair(group)
 

@@ -1,10 +1,11 @@
-"""Groups of an optimizer: names of their parameters, and refusals."""
+"""What optimizers have in common: names of parameters, checks of groups, the begin of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 
@@ -23,7 +24,37 @@ def check_last(optimizer: Optimizer, check: Callable[[Mapping[str, Any]], None])
         raise
 
 
-def refuse_sparse(optimizer: str, group: Mapping[str, Any]) -> None:
+def check_ranges(
+    optimizer: str, group: Mapping[str, Any], ranges: Mapping[str, tuple[bool, str]]
+) -> None:
+    """Raises ValueError that names the first setting of a group that is out of range.
+
+    Args:
+        optimizer: Name of the optimizer.
+        group: The group.
+        ranges: By the name of a setting, whether it holds, and what to use.
+    """
+    for name, (holds, wanted) in ranges.items():
+        if not holds:
+            raise ValueError(f"{optimizer}: {name}={group[name]!r}; use {wanted}")
+
+
+def begin_step(optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
+    """Runs the closure of a step, and refuses sparse gradients before any parameter has moved.
+
+    Returns:
+        The closure's loss; None without a closure.
+
+    Raises:
+        RuntimeError: A parameter, which it names, has a gradient that is a sparse tensor.
+    """
+    loss = None if closure is None else torch.enable_grad()(closure)()
+    for group in optimizer.param_groups:
+        _refuse_sparse(type(optimizer).__name__, group)
+    return loss
+
+
+def _refuse_sparse(optimizer: str, group: Mapping[str, Any]) -> None:
     """Raises RuntimeError that names a parameter whose gradient is a sparse tensor."""
     for k, p in enumerate(group["params"]):
         if p.grad is not None and p.grad.is_sparse:

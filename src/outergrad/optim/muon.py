@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from outergrad.optim.adam import move_by_adam
-from outergrad.optim.groups import called, check_last, refuse_sparse
+from outergrad.optim.groups import begin_step, called, check_last, check_ranges
 from outergrad.optim.orthonormal import STEPS, newton_schulz
 
 _NO_MATRICES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
@@ -109,9 +109,7 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:  # PyTorch says None or float
         """Moves the parameters that have a gradient."""
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            refuse_sparse("Muon", group)  # before any parameter has moved
+        loss = begin_step(self, closure)
         for group in self.param_groups:
             moved = [p for p in group["params"] if p.grad is not None]
             self._move_matrices(group, [p for p in moved if _is_matrix(group, p)])
@@ -193,9 +191,7 @@ def _check(group: Mapping[str, Any]) -> None:
         "eps": (group["eps"] > 0, "more than 0"),
         "weight_decay": (group["weight_decay"] >= 0, "0 or more"),
     }
-    for name, (holds, wanted) in ranges.items():
-        if not holds:
-            raise ValueError(f"Muon: {name}={group[name]!r}; use {wanted}")
+    check_ranges("Muon", group, ranges)
     dtype = group["dtype"]
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"Muon: dtype={dtype}; use a floating type, as torch.bfloat16")

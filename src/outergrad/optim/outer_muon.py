@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from outergrad.optim.groups import check_last, refuse_sparse
+from outergrad.optim.groups import begin_step, check_last, check_ranges
 from outergrad.optim.orthonormal import STEPS, newton_schulz
 
 _ITERATIONS = 12
@@ -34,8 +34,9 @@ class OuterMuon(Optimizer):
         )
         steps = og.LocalSteps(6, stream=6, outer=og.optim.OuterMuon, method=few)
 
-    Parameters of two dimensions or more are matrices, kernels of convolutions O × (I · height ·
-    width). All others become their mean over the sites. It has no state. With weight decay of the
+    Parameters of two dimensions or more are matrices, O × all others: embeddings and the head, too,
+    kernels of convolutions, and a stack of matrices as one. All others become their mean over the
+    sites. It has no state. With weight decay of the
     inner optimizer the decay is part of the change.
 
     Source: the iteration of Jordan et al., Muon, kellerjordan.github.io/posts/muon. To make the
@@ -65,9 +66,7 @@ class OuterMuon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:  # PyTorch says None or float
         """Moves the parameters that have a change."""
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            refuse_sparse("OuterMuon", group)  # before any parameter has moved
+        loss = begin_step(self, closure)
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -85,7 +84,7 @@ def _move(p: Tensor, change: Tensor, lr: float, steps: int) -> None:
 
 
 def largest_singular_value(matrix: Tensor) -> Tensor:
-    """Returns the largest singular value of a matrix (O, I), by power iterations.
+    """Returns the largest singular value of a matrix (O, I), a real scalar (), by power iterations.
 
     It is at most the true one, and seldom less by more than a few percent: they begin with the
     longest row.
@@ -107,6 +106,4 @@ def _check(group: Mapping[str, Any]) -> None:
         "lr": (group["lr"] > 0, "more than 0"),
         "steps": (group["steps"] >= 1, "1 or more"),
     }
-    for name, (holds, wanted) in ranges.items():
-        if not holds:
-            raise ValueError(f"OuterMuon: {name}={group[name]!r}; use {wanted}")
+    check_ranges("OuterMuon", group, ranges)

@@ -23,19 +23,19 @@ def refuse(problems: Iterator[str]) -> None:
         raise ValueError(f"mesh= with {first}")
 
 
-def of_method(method: Any) -> Iterator[str]:
-    """Yields problems of a method that needs sites of one rank."""
+def of_method(method: Any, *, sharded: bool) -> Iterator[str]:
+    """Yields problems of a method that needs sites of one rank, or whole matrices."""
     if isinstance(method, Auto) and method.frozen is None:
         yield (
             "og.Auto(): the ranks of a site do not tell each other how long steps take; name a "
             "method, or what was chosen without a mesh, og.Auto(frozen=session.choice())"
         )
+    if sharded and isinstance(method, LocalSteps):
+        yield from _of_outer(method)
 
 
-def of_outer(steps: LocalSteps | None) -> Iterator[str]:
-    """Yields a problem of an outer optimizer with shards of matrices."""
-    if steps is None:
-        return
+def _of_outer(steps: LocalSteps) -> Iterator[str]:
+    """Yields the problem of an outer optimizer that needs whole matrices."""
     made = steps.optimizer([nn.Parameter(torch.zeros(1))])
     if getattr(made, "needs_matrices", False):
         yield (

@@ -20,7 +20,7 @@ from outergrad.session.fragments import streamed
 from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.mesh.levels import Levels, Mesh
 from outergrad.session.mesh.ranks import ranks_named
-from outergrad.session.mesh.refusals import of_inspection, of_method, of_outer, of_settings, refuse
+from outergrad.session.mesh.refusals import of_inspection, of_method, of_settings, refuse
 from outergrad.session.mesh.shards import (
     Shards,
     broadcast_shards,
@@ -61,11 +61,11 @@ class MeshTopology(Topology):
         self, model: nn.Module, method: Any, rules: Rules, *, by_sample: bool = False
     ) -> Inspection:
         """Inspects the model, or this rank's shards of it if it is sharded."""
-        refuse(of_method(method))
-        if is_sharded(model):
+        sharded = is_sharded(model)
+        refuse(of_method(method, sharded=sharded))
+        if sharded:
             steps = method if isinstance(method, LocalSteps) else None
             shared = method if steps is None else steps.method
-            refuse(of_outer(steps))
             inspection, self._shards = look_at(model, shared, self._mesh)
             inspection = inspection if steps is None else streamed(inspection, steps)
         elif isinstance(method, LocalSteps):
