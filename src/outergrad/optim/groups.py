@@ -1,4 +1,4 @@
-"""What optimizers have in common: names of parameters, checks of groups, the begin of a step."""
+"""Helpers that optimizers share: names of parameters, checks of groups, the begin of a step."""
 
 from __future__ import annotations
 

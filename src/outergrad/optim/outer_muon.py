@@ -36,8 +36,8 @@ class OuterMuon(Optimizer):
 
     Parameters of two dimensions or more are matrices, O × all others: embeddings and the head, too,
     kernels of convolutions, and a stack of matrices as one. All others become their mean over the
-    sites. It has no state. With weight decay of the
-    inner optimizer the decay is part of the change.
+    sites. It has no state. With weight decay of the inner optimizer the decay is part of the
+    change.
 
     Source: the iteration of Jordan et al., Muon, kellerjordan.github.io/posts/muon. To make the
     mean orthonormal again is ours.
