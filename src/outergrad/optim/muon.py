@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
+from torch import Tensor
 from torch.optim import Optimizer
 
 from outergrad.optim.adam import move_by_adam
 from outergrad.optim.groups import begin_step, called, check_last, check_ranges
+from outergrad.optim.matrices import as_matrices, is_matrix, of_one_shape
 from outergrad.optim.orthonormal import STEPS, newton_schulz
-
-_NO_MATRICES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
-"""Modules whose weights are tables or scales, not matrices that a row of features meets."""
-
-_TOGETHER = 1 << 22
-"""Elements of matrices of one shape that are made orthonormal at once: small ones gain by it."""
 
 
 class Muon(Optimizer):
@@ -112,14 +103,14 @@ class Muon(Optimizer):
         loss = begin_step(self, closure)
         for group in self.param_groups:
             moved = [p for p in group["params"] if p.grad is not None]
-            self._move_matrices(group, [p for p in moved if _is_matrix(group, p)])
-            self._move_others(group, [p for p in moved if not _is_matrix(group, p)])
+            self._move_matrices(group, [p for p in moved if is_matrix(group, p)])
+            self._move_others(group, [p for p in moved if not is_matrix(group, p)])
         return loss
 
     def _move_matrices(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> None:
         lr, stacked = group["lr"], group["stacked"]
-        for alike in _of_one_shape(params):
-            directions = [_as_matrices(self._direction(group, p), stacked) for p in alike]
+        for alike in of_one_shape(params):
+            directions = [as_matrices(self._direction(group, p), stacked) for p in alike]
             updates = newton_schulz(torch.stack(directions), group["steps"], group["dtype"])
             scale = 0.2 * max(updates.shape[-2:]) ** 0.5
             for p, update in zip(alike, updates, strict=True):
@@ -137,49 +128,6 @@ class Muon(Optimizer):
     def _move_others(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
         grads, decay = [_gradient(p) for p in params], group["weight_decay"]
         move_by_adam(group, params, grads, self.state, weight_decay=decay)
-
-
-def muon_groups(model: nn.Module, adam: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """Returns parameter groups for `Muon`: hidden matrices, stacks of matrices, and all others.
-
-    By Adam go vectors, embeddings, norms, the head (the last `nn.Linear`), the first convolution,
-    which reads the input, and parameters whose first dimension of three is 1, as positions are.
-
-    Args:
-        model: Model whose trained parameters are listed, each once.
-        adam: Further patterns of names that Adam moves, as ``*.position``; as in `fnmatch`.
-    """
-    others = _left_to_adam(model)
-    kernels = {id(m.weight) for m in model.modules() if isinstance(m, _ConvNd)}
-    patterns = [*adam]
-    found: dict[str, list[tuple[str, nn.Parameter]]] = {"matrices": [], "stacks": [], "others": []}
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            named = any(fnmatchcase(name, pattern) for pattern in patterns)
-            left = named or id(p) in others or not _holds_matrices(p)
-            stack = p.dim() > 2 and id(p) not in kernels
-            found["others" if left else "stacks" if stack else "matrices"].append((name, p))
-    rules = {
-        "matrices": {"matrices": True},
-        "stacks": {"matrices": True, "stacked": True},
-        "others": {"matrices": False},
-    }
-    return [{"params": params, **rules[kind]} for kind, params in found.items() if params]
-
-
-def _left_to_adam(model: nn.Module) -> set[int]:
-    """Returns ids of the parameters of embeddings, norms, the head and the first convolution."""
-    found = [m for m in model.modules() if isinstance(m, _NO_MATRICES)]
-    found += [m for m in model.modules() if isinstance(m, nn.Linear)][-1:]
-    found += [m for m in model.modules() if isinstance(m, _ConvNd)][:1]
-    return {id(p) for m in found for p in m.parameters(recurse=False)}
-
-
-def _holds_matrices(p: Tensor) -> bool:
-    """True if the first dimension and the others together are both larger than 1."""
-    if p.dim() < 2 or not p.numel():
-        return False
-    return min(p.shape[0], p.numel() // p.shape[0]) > 1
 
 
 def _check(group: Mapping[str, Any]) -> None:
@@ -204,26 +152,6 @@ def _check(group: Mapping[str, Any]) -> None:
                 )
 
 
-def _is_matrix(group: Mapping[str, Any], p: Tensor) -> bool:
-    return p.dim() >= 2 if group["matrices"] is None else group["matrices"]
-
-
 def _gradient(p: Tensor) -> Tensor:
     assert p.grad is not None
     return p.grad
-
-
-def _as_matrices(direction: Tensor, stacked: bool) -> Tensor:
-    return direction if stacked or direction.dim() == 2 else direction.flatten(1)
-
-
-def _of_one_shape(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields parameters of one shape, type and device together, but not too many."""
-
-    def kind(p: Tensor) -> tuple[str, ...]:
-        return str(p.shape), str(p.dtype), str(p.device)
-
-    for _, alike in groupby(sorted(params, key=kind), key=kind):
-        found = [*alike]
-        size = max(1, _TOGETHER // found[0].numel())
-        yield from (found[at : at + size] for at in range(0, len(found), size))
