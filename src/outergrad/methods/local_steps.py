@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -19,6 +19,19 @@ from outergrad.methods.per_layer import PerLayer
 
 Outer = Callable[[list[nn.Parameter]], Optimizer]
 """Function that makes an optimizer of a list of parameters."""
+
+
+@runtime_checkable
+class FollowsModel(Protocol):
+    """Outer optimizer that moves parameters by what they are in the model."""
+
+    def regroup(self, model: nn.Module, copies: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Takes parameters into groups by the model.
+
+        Args:
+            model: Model that is trained.
+            copies: By the model's parameter, the one that this optimizer holds for it.
+        """
 
 
 def average(params: list[nn.Parameter]) -> Optimizer:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 
@@ -37,6 +38,12 @@ def check_ranges(
     for name, (holds, wanted) in ranges.items():
         if not holds:
             raise ValueError(f"{optimizer}: {name}={group[name]!r}; use {wanted}")
+
+
+def gradient(p: Tensor) -> Tensor:
+    """Returns the gradient of a parameter that has one."""
+    assert p.grad is not None
+    return p.grad
 
 
 def begin_step(optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:

@@ -35,7 +35,7 @@ def muon_groups(model: nn.Module, adam: Iterable[str] = ()) -> list[dict[str, An
     for name, p in model.named_parameters():
         if p.requires_grad:
             named = any(fnmatchcase(name, pattern) for pattern in patterns)
-            left = named or id(p) in others or not _holds_matrices(p)
+            left = named or id(p) in others or not holds_matrices(p)
             stack = p.dim() > 2 and id(p) not in kernels
             found["others" if left else "stacks" if stack else "matrices"].append((name, p))
     rules = {
@@ -54,16 +54,16 @@ def _left_to_adam(model: nn.Module) -> set[int]:
     return {id(p) for m in found for p in m.parameters(recurse=False)}
 
 
-def _holds_matrices(p: Tensor) -> bool:
+def is_matrix(group: Mapping[str, Any], p: Tensor) -> bool:
+    """True if a parameter of a group of `Muon` is moved as a matrix, or as a stack of them."""
+    return p.dim() >= 2 if group["matrices"] is None else group["matrices"]
+
+
+def holds_matrices(p: Tensor) -> bool:
     """True if the first dimension and the others together are both larger than 1."""
     if p.dim() < 2 or not p.numel():
         return False
     return min(p.shape[0], p.numel() // p.shape[0]) > 1
-
-
-def is_matrix(group: Mapping[str, Any], p: Tensor) -> bool:
-    """True if a parameter of a group of `Muon` is moved as a matrix, or as a stack of them."""
-    return p.dim() >= 2 if group["matrices"] is None else group["matrices"]
 
 
 def as_matrices(direction: Tensor, stacked: bool) -> Tensor:

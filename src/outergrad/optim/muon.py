@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from outergrad.optim.adam import move_by_adam
-from outergrad.optim.groups import begin_step, called, check_last, check_ranges
+from outergrad.optim.groups import begin_step, called, check_last, check_ranges, gradient
 from outergrad.optim.matrices import as_matrices, is_matrix, of_one_shape
 from outergrad.optim.orthonormal import STEPS, newton_schulz
 
@@ -119,14 +119,14 @@ class Muon(Optimizer):
 
     def _direction(self, group: Mapping[str, Any], p: Tensor) -> Tensor:
         """Takes a gradient into the momentum, and returns what is to be made orthonormal."""
-        state, grad = self.state[p], _gradient(p)
+        state, grad = self.state[p], gradient(p)
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p)
         mean = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
         return grad.lerp(mean, group["momentum"]) if group["nesterov"] else mean
 
     def _move_others(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
-        grads, decay = [_gradient(p) for p in params], group["weight_decay"]
+        grads, decay = [gradient(p) for p in params], group["weight_decay"]
         move_by_adam(group, params, grads, self.state, weight_decay=decay)
 
 
@@ -150,8 +150,3 @@ def _check(group: Mapping[str, Any]) -> None:
                     f"Muon: {called(group, k)} is a vector in a group with matrices=True; put it "
                     f"into one with matrices=False"
                 )
-
-
-def _gradient(p: Tensor) -> Tensor:
-    assert p.grad is not None
-    return p.grad

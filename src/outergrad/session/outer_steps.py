@@ -11,7 +11,7 @@ from outergrad.capture.optimizer_steps import StepCounter
 from outergrad.core.errors import DriftError
 from outergrad.core.types import StateDict
 from outergrad.linalg.gradients import add_rows, as_tensor
-from outergrad.methods.local_steps import LocalSteps
+from outergrad.methods.local_steps import FollowsModel, LocalSteps
 from outergrad.session.core import Core
 from outergrad.session.elastic import Elastic
 from outergrad.session.failure import FailureHandler
@@ -74,6 +74,12 @@ class OuterSteps:
         steps counts once, whatever it has been moved by exchanges."""
         self._when_sent: dict[str, Tensor] = {}
         """This site's weights of what is under way, as they were when it was sent."""
+
+    def watch(self, model: nn.Module) -> None:
+        """Tells the outer optimizer of the model, if it asks for one."""
+        if isinstance(self.optimizer, FollowsModel):
+            copies = {self._trained[name]: p for name, p in self.start.items()}
+            self.optimizer.regroup(model, copies)
 
     # -- what is sent -----------------------------------------------------------------------------
 

@@ -165,6 +165,7 @@ class Session:
     def watch(self, model: nn.Module, watch: ModelWatch) -> None:
         """Begins to look for changes of the model."""
         self._layers = layers_of(model)
+        self._updates.watch(model)
         self._ranks.watch(self._loop, model, watch)
         look_at_steps(self._loop)
         if self._ranks.watches_backwards:

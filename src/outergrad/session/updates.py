@@ -62,6 +62,9 @@ class SharedGradients:
         """Attaches to the parts of a session."""
         self._exchange = core.exchange
 
+    def watch(self, model: nn.Module) -> None:
+        """Looks at the model, before the first update."""
+
     def next_share(self) -> Share:
         """Returns what the next step of the other sites is about."""
         return self._exchange.whole
@@ -201,6 +204,10 @@ class SharedChanges(SharedGradients):
         noted = self._uncounted.on_gradient if self._drift is None else self._on_gradient
         self._claims = [GradientClaim(p, self, noted) for p in self._held.values()]
         listen(self)
+
+    def watch(self, model: nn.Module) -> None:
+        """Tells the outer optimizer of the model, if it asks for one."""
+        self.outer.watch(model)
 
     def next_share(self) -> Share:
         """Returns what the next exchange is about."""

@@ -40,6 +40,17 @@ TURNS = [
 ]
 
 
+def hidden_matrices(params):
+    """Returns `OuterMuon` with the two hidden matrices of the model named."""
+    hidden = [params[0], params[2]]
+    others = [p for p in params if all(p is not q for q in hidden)]
+    return OuterMuon([{"params": hidden, "matrices": True}, {"params": others, "matrices": False}])
+
+
+IN_FORMULA = {OuterMuon: hidden_matrices}
+"""Outer optimizers that look at the model, and what they come to."""
+
+
 class Formula:
     """Streaming DiLoCo in float64 (arXiv 2501.18512, algorithm 2): every local step counts once.
 
@@ -52,7 +63,7 @@ class Formula:
         self.start = dict(model().double().named_parameters())
         self.sites = [model().double() for _ in range(sites)]
         self.inner = [INNER["momentum"](net.parameters()) for net in self.sites]
-        self.outer = outer(list(self.start.values()))
+        self.outer = IN_FORMULA.get(outer, outer)(list(self.start.values()))
         self.weights = weights or (lambda rank, number: 1)
         self.counted = [[0] * sites for _ in self.parts]
         self.moved = [dict.fromkeys(self.start, 0.0) for _ in range(sites)]
