@@ -69,6 +69,77 @@ def test_values_out_of_range_are_refused(setting):
         OuterMuon([nn.Parameter(torch.zeros(2, 2))], **setting)
 
 
+class Reader(nn.Module):
+    """Model with a parameter of each kind that Muon tells apart."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.token = nn.Embedding(11, 8)
+        self.positions = nn.Parameter(torch.randn(1, 5, 8))
+        self.experts = nn.Parameter(0.3 * torch.randn(3, 8, 8))
+        self.into = nn.Conv1d(8, 8, 1)
+        self.across = nn.Conv1d(8, 6, 3, padding=1)
+        self.hidden = nn.Linear(6, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, ids):
+        x = (self.token(ids) + self.positions) @ self.experts.mean(dim=0)
+        x = self.across(self.into(x.mT)).mT
+        return self.head(self.norm(self.hidden(x)))
+
+
+def share_of_longest(change):
+    """Returns the median singular value over the largest one, of a matrix or the least of some."""
+    values = torch.linalg.svdvals(change)
+    return (values.median(dim=-1).values / values[..., 0]).min()
+
+
+def test_what_muon_leaves_to_adam_becomes_its_mean():
+    def body(rank, group):
+        model = Reader()
+        before = copy.deepcopy(model)
+        session = og.distribute(model, og.LocalSteps(1, outer=OuterMuon), group=group)
+        for p in model.parameters():  # a change of one direction, and a bit in all others
+            p.grad = torch.full_like(p, 1.0 + rank) + 0.2 * torch.randn_like(p)
+        own = {name: p.grad for name, p in model.named_parameters()}
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        session.detach()
+        starts = dict(before.named_parameters())
+        return {n: ((starts[n] - p).detach(), own[n]) for n, p in model.named_parameters()}
+
+    first, second = run_ranks(2, body)
+    for name, (moved, own) in first.items():
+        mean = (own + second[name][1]) / 2
+        if name in ("experts", "across.weight", "hidden.weight"):
+            rows = (3, 8, 8) if name == "experts" else (len(mean), -1)
+            assert share_of_longest(mean.reshape(rows)) < 0.2, name
+            assert share_of_longest(moved.reshape(rows)) > 0.5, name
+        else:
+            torch.testing.assert_close(moved, mean, rtol=1e-5, atol=1e-6)
+
+
+def test_rules_that_were_given_stay_and_more_can_be_left_to_adam():
+    model, copies = Reader(), Reader()
+    by_name = dict(copies.named_parameters())
+    pairs = {p: by_name[name] for name, p in model.named_parameters()}
+    given = [by_name.pop("head.weight")]
+    rest = [{"params": [*by_name.values()], "lr": 0.5}]
+    made = OuterMuon([{"params": given, "matrices": True}, *rest], adam=("across.*",))
+    made.regroup(model, pairs)
+    names = {id(p): name for name, p in copies.named_parameters()}
+    found = {
+        (g["matrices"], g["stacked"], g["lr"]): sorted(names[id(p)] for p in g["params"])
+        for g in made.param_groups
+    }
+    assert found.pop((True, False, 1.6)) == ["head.weight"]
+    assert found.pop((True, True, 0.5)) == ["experts"]
+    assert found.pop((True, False, 0.5)) == ["hidden.weight"]
+    assert [*found] == [(False, False, 0.5)]
+    assert copy.deepcopy(made).param_groups[1]["adam"] == ("across.*",)
+
+
 def net():
     torch.manual_seed(0)
     return mlp(12, 16, 8, 4)

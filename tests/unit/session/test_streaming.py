@@ -457,7 +457,16 @@ def test_a_budget_is_of_the_exchange_of_a_fragment(budget):
 @pytest.mark.parametrize(
     ("name", "saved_after"),
     covering(
-        ["dense", "budget", "owners", "error reset", "owners, reset", "reset, muon", "signs, muon"],
+        [
+            "dense",
+            "budget",
+            "owners",
+            "error reset",
+            "owners, reset",
+            "reset, muon",
+            "signs, muon",
+            "in turn, muon",
+        ],
         range(6, 10),
         quick=4,
         every=2,
@@ -476,6 +485,9 @@ def test_training_goes_on_to_the_bit(name, saved_after):
         "reset, muon": og.LocalSteps(1, method=few, error_reset=True),
         "signs, muon": og.LocalSteps(
             2, method=replace(SIGNS, vectors=og.wire.Sign()), error_reset=True
+        ),
+        "in turn, muon": og.LocalSteps(
+            3, stream=3, outer=OuterMuon, method=replace(SIGNS, density=1.0, error_feedback=False)
         ),
     }[name]
     inner = "muon" if "muon" in name else "momentum"
