@@ -89,6 +89,13 @@ class Compressor(GatheredPayload, ResidualStore, Protocol):
     phase: Hashable = 0
     """State besides the arguments that `route` and `sent_rows` depend on; equal on all sites."""
 
+    def forget(self, weights: Set[str]) -> None:
+        """Need not remember what codecs round of these weights, of which all is sent.
+
+        Args:
+            weights: full names of weights whose mean is not applied as it is.
+        """
+
     def break_even(self, unit: Unit, sites: int) -> float:
         """Rows per site from which on the unit travels dense; inf for never, 0 for always."""
         ...

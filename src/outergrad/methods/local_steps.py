@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,13 +25,20 @@ Outer = Callable[[list[nn.Parameter]], Optimizer]
 class FollowsModel(Protocol):
     """Outer optimizer that moves parameters by what they are in the model."""
 
-    def regroup(self, model: nn.Module, copies: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    def regroup(
+        self, model: nn.Module, copies: Mapping[nn.Parameter, nn.Parameter]
+    ) -> Iterable[nn.Parameter]:
         """Takes parameters into groups by the model.
 
         Args:
             model: Model that is trained.
             copies: By the model's parameter, the one that this optimizer holds for it.
+
+        Returns:
+            Parameters that are moved otherwise than by their mean change, so that what codecs have
+            rounded of it need not be remembered.
         """
+        ...
 
 
 def average(params: list[nn.Parameter]) -> Optimizer:

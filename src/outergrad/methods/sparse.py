@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, cast, get_args
 
@@ -79,7 +79,8 @@ class Sparse(Settings):
             "random_blocks": likewise, but whole blocks of consecutive entries.
         block: Entries of a block.
         error_feedback: True if the unsent part of one step is added to the next gradient, in a
-            memory of the size of the model.
+            memory of the size of the model. Of weights that are sent whole and that
+            `og.optim.OuterMuon` makes orthonormal nothing is kept.
         momentum: Momentum correction: a site sums up its gradients with this momentum before it
             chooses entries. Use an optimizer without momentum for these weights then. Parameters
             that travel whole get no momentum from this: see `session.coverage()`. 0 for none.
@@ -242,6 +243,7 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
         self._drawn: dict[tuple[Place, int, torch.device], Tensor] = {}
         """Blocks that were drawn in this step."""
         self.steps, self.phase = 0, settings.density_at(0)
+        self._forgotten: Set[str] = frozenset()
 
     # -- how many entries ---------------------------------------------------------------------
 
@@ -337,7 +339,8 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
         Returns:
             With momentum correction `v = v + u` and `u = m u + g`, otherwise `v + g` and None.
         """
-        memory, due_N = self._memories[slot], formed(gradient).flatten()
+        memory = self._memories[slot] if self._remembers(slot) else None
+        due_N = formed(gradient).flatten()
         velocity_N = None
         if self.settings.momentum:
             before = None if memory is None else memory.velocity_N
@@ -362,7 +365,7 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
             picked: Entries that were sent.
             arrives_K: Values of these entries as receivers decode them.
         """
-        if not self.settings.error_feedback:
+        if not self._remembers(slot):
             return
         picked.add(arrives_K, due_N, -1)
         if velocity_N is not None:
@@ -371,7 +374,7 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
 
     def keep_loss(self, slot: Slot, lost_K: Tensor, sent: Entries) -> None:
         """Adds to the residual of this step what was lost of entries that this site has merged."""
-        if not (self.settings.error_feedback and is_finite(lost_K)):
+        if not (self._remembers(slot) and is_finite(lost_K)):
             return
         memory = self._memories.latest(slot) or _Memory(lost_K.new_zeros(slot.numel))
         residual_N = memory.residual_N.clone()
@@ -385,9 +388,19 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
         self._drawn = {}
         self.phase = self.settings.density_at(self.steps)
 
+    def forget(self, weights: Set[str]) -> None:
+        """Keeps nothing of these weights in steps in which all of their entries are sent."""
+        self._forgotten = weights
+
     def remembers(self, unit: Unit) -> bool:
         """True if error feedback is on."""
         return self.settings.error_feedback
+
+    def _remembers(self, slot: Slot) -> bool:
+        """True if what is not sent of a slot is kept."""
+        if slot.weight not in self._forgotten or self.settings.momentum:
+            return self.settings.error_feedback
+        return self.settings.error_feedback and self.count(slot) < slot.numel
 
     def _unsent(self, slot: Slot, memory: _Memory) -> Tensor:
         return memory.residual_N.view(slot.groups, slot.outputs, slot.inputs)

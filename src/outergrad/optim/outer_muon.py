@@ -26,18 +26,20 @@ class OuterMuon(Optimizer):
     Each site's Muon makes its own changes orthonormal. Their mean is shorter in all directions in
     which the sites differ, and what few bits add to it is noise in all directions. Made orthonormal
     once more it has the same length in all of them, as the update of one Muon over all sites. So
-    what a site has not sent need not be remembered: choose it with the signs of whole matrices,
-    which take turns, without error feedback (docs/fewest-bytes.md, "Orthonormal once more"):
+    nothing is remembered of what signs lose of a whole matrix. Choose it with the signs of whole
+    matrices, which take turns (docs/fewest-bytes.md, "Orthonormal once more"):
 
         few = og.Sparse(
             density=1.0, select="random_blocks", block=256, wire=og.wire.Sign(),
-            vectors=og.wire.Int4(), error_feedback=False,
+            vectors=og.wire.Int4(),
         )
-        steps = og.LocalSteps(3, stream=3, outer=og.optim.OuterMuon, method=few)
+        outer = og.optim.OuterMuon
+        steps = og.LocalSteps(3, stream=3, outer=outer, method=few, error_reset=True)
 
     Matrices are what `muon_groups` finds in the model that is trained: those that `Muon` moves so.
-    All other parameters, as embeddings and the head, become their mean over the sites. It has no
-    state. With weight decay of the inner optimizer the decay is part of the change.
+    All other parameters, as embeddings and the head, become their mean over the sites; what signs
+    lose of these is remembered as usual. It has no state. With weight decay of the inner optimizer
+    the decay is part of the change.
 
     Source: the iteration of Jordan et al., Muon, kellerjordan.github.io/posts/muon. To make the
     mean orthonormal again is ours.
@@ -71,7 +73,9 @@ class OuterMuon(Optimizer):
         super().add_param_group(param_group)
         check_last(self, _check)
 
-    def regroup(self, model: nn.Module, copies: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    def regroup(
+        self, model: nn.Module, copies: Mapping[nn.Parameter, nn.Parameter]
+    ) -> list[nn.Parameter]:
         """Groups what has no rule yet as `muon_groups` groups the parameters of a model.
 
         `og.LocalSteps` calls it before the first step.
@@ -79,6 +83,9 @@ class OuterMuon(Optimizer):
         Args:
             model: Model that is trained.
             copies: By the model's parameter, the one that this optimizer holds for it.
+
+        Returns:
+            Parameters whose mean change is made orthonormal.
         """
         given, self.param_groups = self.param_groups, []
         for group in given:
@@ -90,6 +97,8 @@ class OuterMuon(Optimizer):
                 params = [copies[p] for _, p in found["params"] if copies.get(p) in held]
                 if params:
                     self.param_groups.append({**group, **found, "params": params})
+        groups = self.param_groups
+        return [p for group in groups for p in group["params"] if _is_matrix(group, p)]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:  # PyTorch says None or float

@@ -78,8 +78,11 @@ class OuterSteps:
     def watch(self, model: nn.Module) -> None:
         """Tells the outer optimizer of the model, if it asks for one."""
         if isinstance(self.optimizer, FollowsModel):
-            copies = {self._trained[name]: p for name, p in self.start.items()}
-            self.optimizer.regroup(model, copies)
+            names = {p: name for name, p in self.start.items()}
+            copies = {self._trained[name]: p for p, name in names.items()}
+            forgotten = {names[p] for p in self.optimizer.regroup(model, copies)}
+            for compressor, _ in self._exchange.compressors.items():
+                compressor.forget(forgotten)
 
     # -- what is sent -----------------------------------------------------------------------------
 
