@@ -54,6 +54,8 @@ class OuterMuon(Optimizer):
         steps: Newton-Schulz iterations.
         adam: Patterns of names of matrices that the inner optimizer moves otherwise, as they were
             given to `muon_groups`.
+        tables: Whether all parameters of two rows or more are matrices, embeddings and the head,
+            too. Choose it for small vocabularies, as of letters, among more than two sites.
 
     Raises:
         ValueError: A value is out of range.
@@ -63,9 +65,15 @@ class OuterMuon(Optimizer):
     """Shards of a matrix cannot be made orthonormal each by itself."""
 
     def __init__(
-        self, params: Any, lr: float = 1.6, *, steps: int = STEPS, adam: Iterable[str] = ()
+        self,
+        params: Any,
+        lr: float = 1.6,
+        *,
+        steps: int = STEPS,
+        adam: Iterable[str] = (),
+        tables: bool = False,
     ) -> None:
-        rules = {"adam": tuple(adam), "matrices": None, "stacked": False}
+        rules = {"adam": tuple(adam), "tables": tables, "matrices": None, "stacked": False}
         super().__init__(params, {"lr": lr, "steps": steps, **rules})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -89,7 +97,7 @@ class OuterMuon(Optimizer):
         """
         given, self.param_groups = self.param_groups, []
         for group in given:
-            if group["matrices"] is not None:
+            if group["tables"] or group["matrices"] is not None:
                 self.param_groups.append(group)
                 continue
             held = set(group["params"])

@@ -209,6 +209,10 @@ def test_a_method_can_be_named_with_settings(name, method):
             og.LocalSteps(7, outer=lambda params: torch.optim.SGD(params, lr=1.0)),
         ),
         ("local-steps:k=6:stream=2:outer=muon", og.LocalSteps(6, outer=OuterMuon, stream=2)),
+        (
+            "local-steps:k=6:outer=muon-tables",
+            og.LocalSteps(6, outer=partial(OuterMuon, tables=True)),
+        ),
         ("local-steps:k=6:outer=muon:lr=1", og.LocalSteps(6, outer=partial(OuterMuon, lr=1.0))),
     ],
 )

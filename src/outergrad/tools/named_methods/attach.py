@@ -354,7 +354,7 @@ def _local_steps(
     """Federated averaging of equally weighted sites; DiLoCo with ``lr=0.7:momentum=0.9``.
 
     With ``outer=muon`` mean changes of matrices are made orthonormal (`og.optim.OuterMuon`), as far
-    as ``lr`` says. With ``whole=True`` the last exchange brings all that the sites owe.
+    as ``lr`` says, with ``outer=muon-tables`` embeddings and the head, too. With ``whole=True`` the last exchange brings all that the sites owe.
     """
     inner = _attach_of(method)
     if not isinstance(inner, Distributed) or isinstance(inner.method, (og.Auto, og.LocalSteps)):
@@ -372,15 +372,16 @@ def _local_steps(
 
 
 def _outer(name: str, lr: float | None, momentum: float) -> Outer:
-    if name not in ("sgd", "muon"):
-        raise ValueError(f"outer={name}; use sgd or muon")
+    if name not in ("sgd", "muon", "muon-tables"):
+        raise ValueError(f"outer={name}; use sgd, muon or muon-tables")
     if name == "sgd":
         return partial(
             SGD, lr=float(1 if lr is None else lr), momentum=momentum, nesterov=momentum > 0
         )
     if momentum:
-        raise ValueError(f"momentum={momentum}; outer=muon has none: leave it out")
-    return og.optim.OuterMuon if lr is None else partial(og.optim.OuterMuon, lr=float(lr))
+        raise ValueError(f"momentum={momentum}; outer={name} has none: leave it out")
+    settings = {} if lr is None else {"lr": float(lr)}
+    return partial(og.optim.OuterMuon, **settings, tables=name == "muon-tables")
 
 
 def _fedavg(k: int = 20, method: str = "dense") -> Distributed:
