@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,14 +18,13 @@ from ranks import run_ranks
 
 
 def few():
-    """Signs of whole matrices, of which none are remembered."""
+    """Signs of all entries; what they lose of vectors and tables alone is remembered."""
     return og.Sparse(
         density=1.0,
         select="random_blocks",
         block=256,
         wire=og.wire.Sign(),
         vectors=og.wire.Int4(),
-        error_feedback=False,
         always=True,
     )
 
@@ -138,6 +138,39 @@ def test_rules_that_were_given_stay_and_more_can_be_left_to_adam():
     assert found.pop((True, False, 0.5)) == ["hidden.weight"]
     assert [*found] == [(False, False, 0.5)]
     assert copy.deepcopy(made).param_groups[1]["adam"] == ("across.*",)
+
+
+def test_tables_are_matrices_where_they_are_to_be():
+    copies = Reader()
+    pairs = dict(zip(Reader().parameters(), copies.parameters(), strict=True))
+    made = OuterMuon([*copies.parameters()], tables=True)
+    names = {id(p): name for name, p in copies.named_parameters()}
+    found = {names[id(p)] for p in made.regroup(nn.Linear(2, 2), pairs)}
+    assert {"token.weight", "head.weight", "into.weight", "hidden.weight"} < found
+    assert "positions" not in found
+    assert "head.bias" not in found
+
+
+@pytest.mark.parametrize("density", [1.0, 0.5])
+@pytest.mark.parametrize("reduce", ["gather", "two_way"])
+def test_what_signs_lose_of_a_whole_matrix_alone_is_forgotten(density, reduce):
+    def body(rank, group):
+        model, method = Reader(), replace(few(), density=density, block=4, reduce=reduce)
+        steps = og.LocalSteps(1, outer=OuterMuon, method=method, error_reset=True)
+        session = og.distribute(model, steps, group=group)
+        optimizer = Muon(muon_groups(model), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.full((2, 5), rank)).square().mean().backward()
+            optimizer.step()
+        (state,) = session.state_dict()["exchanges"]
+        session.detach()
+        return {name.split("/")[0] for name in state["own"]["memories"]}
+
+    names = {name for name, _ in Reader().named_parameters()}
+    whole = {"experts", "across.weight", "hidden.weight"} if density == 1 else set()
+    for kept in run_ranks(2, body):
+        assert kept == names - whole, names - whole ^ kept
 
 
 def net():

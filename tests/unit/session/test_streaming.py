@@ -487,7 +487,7 @@ def test_training_goes_on_to_the_bit(name, saved_after):
             2, method=replace(SIGNS, vectors=og.wire.Sign()), error_reset=True
         ),
         "in turn, muon": og.LocalSteps(
-            3, stream=3, outer=OuterMuon, method=replace(SIGNS, density=1.0, error_feedback=False)
+            3, stream=3, outer=OuterMuon, method=replace(SIGNS, density=1.0), error_reset=True
         ),
     }[name]
     inner = "muon" if "muon" in name else "momentum"

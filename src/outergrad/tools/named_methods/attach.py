@@ -354,7 +354,8 @@ def _local_steps(
     """Federated averaging of equally weighted sites; DiLoCo with ``lr=0.7:momentum=0.9``.
 
     With ``outer=muon`` mean changes of matrices are made orthonormal (`og.optim.OuterMuon`), as far
-    as ``lr`` says, with ``outer=muon-tables`` embeddings and the head, too. With ``whole=True`` the last exchange brings all that the sites owe.
+    as ``lr`` says, with ``outer=muon-tables`` embeddings and the head, too. With ``whole=True`` the
+    last exchange brings all that the sites owe.
     """
     inner = _attach_of(method)
     if not isinstance(inner, Distributed) or isinstance(inner.method, (og.Auto, og.LocalSteps)):
