@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
@@ -72,12 +73,15 @@ def as_matrices(direction: Tensor, stacked: bool) -> Tensor:
 
 
 def of_one_shape(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields parameters of one shape, type and device together, but not too many."""
+    """Yields parameters of one shape, type and device together, but not too many.
+
+    Parameters without elements, which cannot move, are left out.
+    """
 
     def kind(p: Tensor) -> tuple[str, ...]:
         return str(p.shape), str(p.dtype), str(p.device)
 
-    for _, alike in groupby(sorted(params, key=kind), key=kind):
+    for _, alike in groupby(sorted(filter(torch.numel, params), key=kind), key=kind):
         found = [*alike]
         size = max(1, _TOGETHER // found[0].numel())
         yield from (found[at : at + size] for at in range(0, len(found), size))

@@ -63,6 +63,15 @@ def test_vectors_go_to_their_mean_and_nothing_moves_without_a_change():
     assert zero.equal(start[2])
 
 
+@pytest.mark.parametrize("make", [Muon, OuterMuon])
+def test_a_matrix_without_elements_stays(make):
+    empty, other = nn.Parameter(torch.zeros(0, 5)), nn.Parameter(torch.zeros(3, 5))
+    empty.grad, other.grad = torch.zeros(0, 5), torch.ones(3, 5)
+    make([{"params": [empty, other], "matrices": True}]).step()
+    assert empty.shape == (0, 5)
+    assert other.all()
+
+
 @pytest.mark.parametrize("setting", [{"lr": 0.0}, {"lr": -1.0}, {"steps": 0}])
 def test_values_out_of_range_are_refused(setting):
     with pytest.raises(ValueError, match=r"OuterMuon: \w+=.*; use "):
