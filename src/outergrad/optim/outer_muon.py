@@ -58,7 +58,8 @@ class OuterMuon(Optimizer):
             too. Choose it for small vocabularies, as of letters, among more than two sites.
 
     Raises:
-        ValueError: A value is out of range.
+        ValueError: A value is out of range; or, from `og.distribute`, ``matrices=True`` is said of
+            a vector.
     """
 
     needs_matrices = True
@@ -94,6 +95,9 @@ class OuterMuon(Optimizer):
 
         Returns:
             Parameters whose mean change is made orthonormal.
+
+        Raises:
+            ValueError: ``matrices=True`` is said of a vector.
         """
         given, self.param_groups = self.param_groups, []
         for group in given:
@@ -105,8 +109,15 @@ class OuterMuon(Optimizer):
                 params = [copies[p] for _, p in found["params"] if copies.get(p) in held]
                 if params:
                     self.param_groups.append({**group, **found, "params": params})
-        groups = self.param_groups
-        return [p for group in groups for p in group["params"] if _is_matrix(group, p)]
+        names = {copies[p]: name for name, p in model.named_parameters() if p in copies}
+        matrices = [p for g in self.param_groups for p in g["params"] if _is_matrix(g, p)]
+        for p in matrices:
+            if p.dim() < 2:
+                raise ValueError(
+                    f"OuterMuon: {names[p]!r} is a vector in a group with matrices=True; put it "
+                    f"into one with matrices=False"
+                )
+        return matrices
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:  # PyTorch says None or float

@@ -149,6 +149,19 @@ def test_rules_that_were_given_stay_and_more_can_be_left_to_adam():
     assert copy.deepcopy(made).param_groups[1]["adam"] == ("across.*",)
 
 
+def test_a_vector_among_matrices_is_refused_by_name():
+    def body(rank, group):
+        def muon(params):
+            return OuterMuon([{"params": params, "matrices": True}])
+
+        with pytest.raises(
+            ValueError, match=r"'0\.bias' is a vector in a group with matrices=True"
+        ):
+            og.distribute(net(), og.LocalSteps(1, outer=muon), group=group)
+
+    run_ranks(2, body)
+
+
 def test_tables_are_matrices_where_they_are_to_be():
     copies = Reader()
     pairs = dict(zip(Reader().parameters(), copies.parameters(), strict=True))
