@@ -76,6 +76,13 @@ class Compressor(GatheredPayload, ResidualStore, Protocol):
     def settle_reduce(self, units: Sequence[Unit], sites: int, link: Link) -> None:
         """Fixes the route of low-rank gradients for good; the arguments are equal on all sites."""
 
+    def forget(self, weights: Set[str]) -> None:
+        """Lets the method keep no residual of these weights in steps that send all their entries.
+
+        Args:
+            weights: full names of weights that are not moved by the mean of what the sites send.
+        """
+
     # -- route of a unit, from what all sites agreed on: alike on every site --------------------
     # A block is a unit with one source, whose rows are the bytes that a site sends of it. Only a
     # method with `replays` is asked about blocks.
@@ -88,13 +95,6 @@ class Compressor(GatheredPayload, ResidualStore, Protocol):
     """True if a decision depends on row counts; if not, layers need not count rows."""
     phase: Hashable = 0
     """State besides the arguments that `route` and `sent_rows` depend on; equal on all sites."""
-
-    def forget(self, weights: Set[str]) -> None:
-        """Need not remember what codecs round of these weights, of which all is sent.
-
-        Args:
-            weights: full names of weights whose mean is not applied as it is.
-        """
 
     def break_even(self, unit: Unit, sites: int) -> float:
         """Rows per site from which on the unit travels dense; inf for never, 0 for always."""
