@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any
@@ -53,11 +53,6 @@ def _left_to_adam(model: nn.Module) -> set[int]:
     found += [m for m in model.modules() if isinstance(m, nn.Linear)][-1:]
     found += [m for m in model.modules() if isinstance(m, _ConvNd)][:1]
     return {id(p) for m in found for p in m.parameters(recurse=False)}
-
-
-def is_matrix(group: Mapping[str, Any], p: Tensor) -> bool:
-    """True if a parameter of a group of `Muon` is moved as a matrix, or as a stack of them."""
-    return p.dim() >= 2 if group["matrices"] is None else group["matrices"]
 
 
 def holds_matrices(p: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from outergrad.optim.adam import move_by_adam
 from outergrad.optim.groups import begin_step, called, check_last, check_ranges, gradient
-from outergrad.optim.matrices import as_matrices, is_matrix, of_one_shape
+from outergrad.optim.matrices import as_matrices, of_one_shape
 from outergrad.optim.orthonormal import STEPS, newton_schulz
 
 
@@ -103,8 +103,8 @@ class Muon(Optimizer):
         loss = begin_step(self, closure)
         for group in self.param_groups:
             moved = [p for p in group["params"] if p.grad is not None]
-            self._move_matrices(group, [p for p in moved if is_matrix(group, p)])
-            self._move_others(group, [p for p in moved if not is_matrix(group, p)])
+            self._move_matrices(group, [p for p in moved if _is_matrix(group, p)])
+            self._move_others(group, [p for p in moved if not _is_matrix(group, p)])
         return loss
 
     def _move_matrices(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> None:
@@ -150,3 +150,7 @@ def _check(group: Mapping[str, Any]) -> None:
                     f"Muon: {called(group, k)} is a vector in a group with matrices=True; put it "
                     f"into one with matrices=False"
                 )
+
+
+def _is_matrix(group: Mapping[str, Any], p: Tensor) -> bool:
+    return p.dim() >= 2 if group["matrices"] is None else group["matrices"]
