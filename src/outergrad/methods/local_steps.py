@@ -23,20 +23,20 @@ Outer = Callable[[list[nn.Parameter]], Optimizer]
 
 @runtime_checkable
 class FollowsModel(Protocol):
-    """Outer optimizer that moves parameters by what they are in the model."""
+    """Outer optimizer whose rule for a parameter depends on the module that has it."""
 
     def regroup(
         self, model: nn.Module, copies: Mapping[nn.Parameter, nn.Parameter]
     ) -> Iterable[nn.Parameter]:
-        """Takes parameters into groups by the model.
+        """Groups the parameters by their place in the model; called once, before the first step.
 
         Args:
             model: Model that is trained.
             copies: By the model's parameter, the one that this optimizer holds for it.
 
         Returns:
-            Parameters that are moved otherwise than by their mean change, so that what codecs have
-            rounded of it need not be remembered.
+            Those of its parameters that it does not move by their mean change. Methods may keep no
+            residual of these.
         """
         ...
 

@@ -79,8 +79,8 @@ class Sparse(Settings):
             "random_blocks": likewise, but whole blocks of consecutive entries.
         block: Entries of a block.
         error_feedback: True if the unsent part of one step is added to the next gradient, in a
-            memory of the size of the model. Of weights that are sent whole and that
-            `og.optim.OuterMuon` makes orthonormal nothing is kept.
+            memory of the size of the model. No residual is kept of weights all of whose entries
+            are sent and which `og.optim.OuterMuon` makes orthonormal, except with `momentum`.
         momentum: Momentum correction: a site sums up its gradients with this momentum before it
             chooses entries. Use an optimizer without momentum for these weights then. Parameters
             that travel whole get no momentum from this: see `session.coverage()`. 0 for none.
@@ -389,7 +389,7 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
         self.phase = self.settings.density_at(self.steps)
 
     def forget(self, weights: Set[str]) -> None:
-        """Keeps nothing of these weights in steps in which all of their entries are sent."""
+        """Keeps no residual of these weights in steps that send all of their entries."""
         self._forgotten = weights
 
     def remembers(self, unit: Unit) -> bool:
@@ -397,10 +397,10 @@ class SparseCompressor(MatrixCompressor, Remembering[_Memory]):
         return self.settings.error_feedback
 
     def _remembers(self, slot: Slot) -> bool:
-        """True if what is not sent of a slot is kept."""
-        if slot.weight not in self._forgotten or self.settings.momentum:
-            return self.settings.error_feedback
-        return self.settings.error_feedback and self.count(slot) < slot.numel
+        """True if this step keeps the residual of a slot, and its velocity."""
+        if slot.weight in self._forgotten and not self.settings.momentum:
+            return self.settings.error_feedback and self.count(slot) < slot.numel
+        return self.settings.error_feedback
 
     def _unsent(self, slot: Slot, memory: _Memory) -> Tensor:
         return memory.residual_N.view(slot.groups, slot.outputs, slot.inputs)

@@ -26,8 +26,8 @@ class OuterMuon(Optimizer):
     Each site's Muon makes its own changes orthonormal. Their mean is shorter in all directions in
     which the sites differ, and what few bits add to it is noise in all directions. Made orthonormal
     once more it has the same length in all of them, as the update of one Muon over all sites. So
-    nothing is remembered of what signs lose of a whole matrix. Choose it with the signs of whole
-    matrices, which take turns (docs/fewest-bytes.md, "Orthonormal once more"):
+    `og.Sparse` keeps no residual of matrices all of whose entries are sent. Choose it with the
+    signs of whole matrices, which take turns (docs/fewest-bytes.md, "Orthonormal once more"):
 
         few = og.Sparse(
             density=1.0, select="random_blocks", block=256, wire=og.wire.Sign(),
@@ -37,9 +37,9 @@ class OuterMuon(Optimizer):
         steps = og.LocalSteps(3, stream=3, outer=outer, method=few, error_reset=True)
 
     Matrices are what `muon_groups` finds in the model that is trained: those that `Muon` moves so.
-    All other parameters, as embeddings and the head, become their mean over the sites; what signs
-    lose of these is remembered as usual. It has no state. With weight decay of the inner optimizer
-    the decay is part of the change.
+    All other parameters, as embeddings and the head, become their mean over the sites, with the
+    error feedback of the method. It has no state. With weight decay of the inner optimizer the
+    decay is part of the change.
 
     Source: the iteration of Jordan et al., Muon, kellerjordan.github.io/posts/muon. To make the
     mean orthonormal again is ours.
@@ -55,7 +55,8 @@ class OuterMuon(Optimizer):
         adam: Patterns of names of matrices that the inner optimizer moves otherwise, as they were
             given to `muon_groups`.
         tables: Whether all parameters of two rows or more are matrices, embeddings and the head,
-            too. Choose it for small vocabularies, as of letters, among more than two sites.
+            too; a stack of matrices is one matrix then. Choose it for small vocabularies, as of
+            letters, among more than two sites.
 
     Raises:
         ValueError: A value is out of range; or, from `og.distribute`, ``matrices=True`` is said of

@@ -76,13 +76,18 @@ class OuterSteps:
         """This site's weights of what is under way, as they were when it was sent."""
 
     def watch(self, model: nn.Module) -> None:
-        """Tells the outer optimizer of the model, if it asks for one."""
-        if isinstance(self.optimizer, FollowsModel):
-            names = {p: name for name, p in self.start.items()}
-            copies = {self._trained[name]: p for p, name in names.items()}
-            forgotten = {names[p] for p in self.optimizer.regroup(model, copies)}
-            for compressor, _ in self._exchange.compressors.items():
-                compressor.forget(forgotten)
+        """Lets an outer optimizer group by the model, and methods forget what it does not average.
+
+        Args:
+            model: the model that is trained.
+        """
+        if not isinstance(self.optimizer, FollowsModel):
+            return
+        copies = {self._trained[name]: p for name, p in self.start.items()}
+        names = {p: name for name, p in self.start.items()}
+        forgotten = {names[p] for p in self.optimizer.regroup(model, copies)}
+        for compressor, _ in self._exchange.compressors.items():
+            compressor.forget(forgotten)
 
     # -- what is sent -----------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ class SharedGradients:
         self._exchange = core.exchange
 
     def watch(self, model: nn.Module) -> None:
-        """Looks at the model, before the first update."""
+        """Shows the model to an outer optimizer, before the first update; here there is none."""
 
     def next_share(self) -> Share:
         """Returns what the next step of the other sites is about."""
@@ -206,7 +206,7 @@ class SharedChanges(SharedGradients):
         listen(self)
 
     def watch(self, model: nn.Module) -> None:
-        """Tells the outer optimizer of the model, if it asks for one."""
+        """Shows the model to the outer optimizer, before the first update."""
         self.outer.watch(model)
 
     def next_share(self) -> Share:
