@@ -41,14 +41,14 @@ TURNS = [
 
 
 def hidden_matrices(params):
-    """Returns `OuterMuon` with the two hidden matrices of the model named."""
+    """Returns `OuterMuon` that is told which of the parameters are the two hidden matrices."""
     hidden = [params[0], params[2]]
     others = [p for p in params if all(p is not q for q in hidden)]
     return OuterMuon([{"params": hidden, "matrices": True}, {"params": others, "matrices": False}])
 
 
 IN_FORMULA = {OuterMuon: hidden_matrices}
-"""Outer optimizers that look at the model, and what they come to."""
+"""What the formula takes in place of an outer optimizer that groups by the model."""
 
 
 class Formula:
