@@ -43,6 +43,21 @@ def test_a_matrix_goes_as_far_in_each_direction_as_its_change_in_the_longest(sha
     torch.testing.assert_close(p.detach().flatten(1), expected, rtol=1e-9, atol=1e-10)
 
 
+def test_matrices_of_a_stack_and_of_one_shape_move_as_each_would_alone():
+    alone = [nn.Parameter(torch.randn(4, 6, dtype=torch.float64)) for _ in range(5)]
+    stack = nn.Parameter(torch.stack([p.detach() for p in alone]))
+    several = [nn.Parameter(p.detach().clone()) for p in alone]
+    stack.grad = torch.stack([10.0**k * torch.randn_like(p) for k, p in enumerate(alone)])
+    for p, q, change in zip(alone, several, stack.grad, strict=True):
+        p.grad, q.grad = change.clone(), change.clone()
+        OuterMuon([p]).step()
+    OuterMuon(several).step()
+    OuterMuon([{"params": [stack], "matrices": True, "stacked": True}]).step()
+    for p, q, moved in zip(alone, several, stack, strict=True):
+        torch.testing.assert_close(q, p, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(moved, p, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("shape", [(1, 7), (40, 3), (64, 200)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 def test_the_largest_singular_value_is_found_from_below(shape, dtype):
