@@ -105,7 +105,8 @@ class OuterMuon(Optimizer):
             if group["tables"] or group["matrices"] is not None:
                 self.param_groups.append(group)
                 continue
-            held = set(group["params"])
+            held = set(group.pop("params"))
+            group.pop("param_names", None)
             for found in muon_groups(model, group["adam"]):
                 params = [copies[p] for _, p in found["params"] if copies.get(p) in held]
                 if params:
