@@ -134,6 +134,40 @@ def test_if_too_few_are_left_nobody_waits(board, least, own):
     assert (caught.value.sites, caught.value.kind) == ((2,), Failure.CLOSED)
 
 
+class ReadByRead(OneBoard):
+    """A board on which something happens after its n-th read."""
+
+    def __init__(self, board, reads, then):
+        self.slots, self.left = board.slots, board.left
+        self._reads, self._then = reads, then
+
+    def _read(self, found):
+        self._reads -= 1
+        if self._reads == 0:
+            self._then()
+        return found
+
+    def slot(self, key):
+        return self._read(super().slot(key))
+
+    def farewell(self, site, session):
+        return self._read(super().farewell(site, session))
+
+
+@pytest.mark.parametrize(("least", "own"), [(3, HERE), (2, ENDS)])
+@pytest.mark.parametrize("reads", range(1, 12))
+def test_others_may_decide_and_leave_between_any_two_reads(board, least, own, reads):
+    def others():
+        come(board, 1, own), come(board, 2, own)
+        decided.append(at(board, 1, least).attend(0, own))
+        board.left |= {1, 2}
+
+    decided = []
+    roll = at(ReadByRead(board, reads, others), 0, least).attend(0, own)
+    assert [roll] == decided
+    assert roll.of_all
+
+
 def test_with_nothing_to_share_there_is_nothing_to_exchange():
     nothing = Presence(weight=4, shares=False)
     assert Roll(there={0: nothing, 1: nothing}, sites=2).weight == 0
