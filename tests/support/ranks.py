@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from outergrad.launch.simulate import first_calls, gloo_group, share_generator
+from outergrad.launch.simulate import first_calls, forget_active_ddp, gloo_group, share_generator
 from outergrad.step.transport_state import on_transport
 
 first_calls()
@@ -94,4 +94,5 @@ def _in_threads(
     for group in alive.values():
         if isinstance(group, dist.ProcessGroup):  # and not a mesh of several
             on_transport(group).end_watching()  # no rank is left that could ask
+    forget_active_ddp()
     return results

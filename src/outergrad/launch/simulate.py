@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
+from torch.nn.parallel import DistributedDataParallel
 
 from outergrad.launch.errors import RecipeError, SiteError
 from outergrad.launch.processes import error_text
@@ -123,6 +124,15 @@ def share_generator() -> None:
         torch.random.__dict__["default_generator"] = _Shared(own)
 
 
+def forget_active_ddp() -> None:
+    """Clears the mark by which DDP tells the compiler which model is in a forward pass.
+
+    It is one for the process. Each forward pass puts the mark before it back, so passes in several
+    threads may leave the model of a site there that has ended, and with it its connections.
+    """
+    DistributedDataParallel._active_ddp_module = None
+
+
 class _Simulation(Generic[T]):
     def __init__(self, work: Work[T], sites: int, timeout: timedelta) -> None:
         self._work, self._sites, self._timeout = work, sites, timeout
@@ -157,6 +167,7 @@ class _Simulation(Generic[T]):
         if self._errors:
             raise self._errors[0]
         self._groups.clear()
+        forget_active_ddp()
         gc.collect()  # sessions and models refer to each other
         return [self._results[site] for site in range(self._sites)]
 
@@ -200,6 +211,7 @@ class _Simulation(Generic[T]):
             while thread.is_alive() and time.monotonic() < end:
                 thread.join(wait_s)
                 if thread.is_alive():
+                    forget_active_ddp()
                     gc.collect()  # garbage of a failed site keeps its connections open
                     wait_s *= 2
 

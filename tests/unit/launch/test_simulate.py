@@ -12,7 +12,9 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from covering import LONG
 from forked import forked_processes
@@ -127,6 +129,32 @@ def test_a_site_that_fails_while_it_trains_ends_the_others(method, tmp_path) -> 
     with pytest.raises(SiteError, match=r"^site 2: KeyError: 'data'$"):
         simulate(work, 3)
     assert time.monotonic() - began < 30, "not the ten minutes that a message may take"
+    assert threads_since(before) == []
+
+
+def test_forward_passes_of_ddp_in_threads_keep_no_site_that_has_ended() -> None:
+    inside, both, alone = threading.Event(), threading.Event(), threading.Event()
+
+    def work(group, stop):
+        model = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+        if group.rank() == 2:
+            with model._inside_ddp_forward():
+                inside.set()
+                assert both.wait(10)
+            alone.set()
+            raise KeyError("data")
+        if group.rank() == 0:
+            assert inside.wait(10)
+            with model._inside_ddp_forward():
+                both.set()
+                assert alone.wait(10)
+        assert alone.wait(10)
+        model(torch.ones(1, 2)).sum().backward()
+
+    before, began = threading.enumerate(), time.monotonic()
+    with pytest.raises(SiteError, match=r"^site 2: KeyError: 'data'$"):
+        simulate(work, 3)
+    assert time.monotonic() - began < 10
     assert threads_since(before) == []
 
 

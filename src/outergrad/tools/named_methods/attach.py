@@ -117,9 +117,6 @@ class Replica:
             self.session.detach()
         if self.peer:
             self.peer.detach()
-        # A class attribute of DDP, which forward passes in several threads may leave set.
-        if getattr(DistributedDataParallel, "_active_ddp_module", None) is self.model:
-            DistributedDataParallel._active_ddp_module = None
 
 
 _CODECS: dict[str, og.wire.Codec] = {
