@@ -118,6 +118,7 @@ def test_how_far_others_are_is_found_while_a_model_is_sent():
     assert max(one.added_bytes for one in far) > 0.01 / 5e-10
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("delay_s", "is_far"), [(0.0, False), (0.01, True)])
 def test_a_slow_link_is_not_taken_for_a_far_one(delay_s: float, is_far: bool):
     """What the bytes of a message take counts as no delay."""
