@@ -16,7 +16,8 @@ class Part:
     """Requested part of an experiment.
 
     Attributes:
-        only: Values of settings, as `ddp` or `sites=2`; one of several for a setting must fit.
+        only: Values of settings, as `ddp` or `sites=2`; one of several for a setting must fit. A
+            value of a workload's name means the workload.
         seeds: Number of seeds, from the first on; None for all.
         steps: Steps of every training; None for those of the experiment.
     """
@@ -37,7 +38,8 @@ class Part:
         """Returns the experiment with fewer tasks.
 
         Raises:
-            RecipeError: It has no setting of such a value, no steps, or none of its tasks is left.
+            RecipeError: It has no setting of such a value, or several, no steps, or none of its
+                tasks is left.
         """
         tasks = _only(experiment.tasks, self.only)
         if self.seeds is not None:
@@ -61,8 +63,12 @@ def _only(tasks: Sequence[Task], wanted: Iterable[str]) -> list[Task]:
             known = sorted({str(task.settings["workload"]) for task in tasks if _named(task)})
             among = f"; workloads are {', '.join(known)}" if known else ""
             raise RecipeError(f"--only {asked}: no run has a setting of that value{among}")
-        for found in names:
-            allowed.setdefault(found, set()).add(text)
+        if "workload" in names:  # it has the model or the data of the same name
+            names = {"workload"}
+        if len(names) > 1:
+            told = " or ".join(f"--only {found}={text}" for found in sorted(names))
+            raise RecipeError(f"--only {asked} is a value of several settings; write {told}")
+        allowed.setdefault(names.pop(), set()).add(text)
     left = [task for task in tasks if _fits(task.settings, allowed)]
     if not left:
         raise RecipeError("--only: no run has all of these")

@@ -61,9 +61,19 @@ def test_a_part_is_what_fits_every_setting_that_is_named(written):
     assert Part().of(whole).tasks == whole.tasks
 
 
+def test_a_workload_may_have_the_name_of_its_model(tmp_path):
+    (path := tmp_path / "mine.yaml").write_text(YAML.replace("narrow", "mlp"))
+    found = Part(only=("mlp", "wide", "ddp", "lr=0.01"), seeds=1, steps=3).of(experiment(str(path)))
+    assert cases(found) == {(w, "ddp", 0.01, 0, 3) for w in ("mlp", "wide")}
+
+
 @pytest.mark.parametrize(
     ("only", "said"),
     [
+        (
+            ("2",),
+            "--only 2 is a value of several settings; write --only sites=2 or --only tests=2$",
+        ),
         (
             ("narow",),
             "--only narow: no run has a setting of that value; workloads are narrow, wide",
