@@ -168,30 +168,34 @@ class Gathering:
         self._say(number, own)
         waits_for_all = own.waits_for_all
         there, began, since = dict[int, Presence](), self._clock(), None
-        while True:
+        while (roll := self.decided(number)) is None:
             self._look()
-            # Before the decision is read: a site that knows of one may leave at once.
-            ended = [rank for rank in self._missing(there) if self._has_ended(rank)]
-            if (roll := self.decided(number)) is not None:
-                return roll
             there |= self._there(number, self._missing(there))
             missing, now = self._missing(there), self._clock()
-            left = [rank for rank in missing if rank in ended]
-            self._refuse_too_few(left, waits_for_all=waits_for_all)
+            late = self._still_coming(number, missing, waits_for_all=waits_for_all)
             if since is None and len(there) >= self._least:
                 since = now
             waited = since is not None and not waits_for_all and now - since >= self._grace_s
-            if waited or (left == missing and len(there) >= self._least):
+            if waited or (not late and len(there) >= self._least):
                 return self._decide(number, there)
             if now - began > self._comm.patience_s:
                 raise self._missed(missing, now - began)
             time.sleep(_POLL_S)
+        return roll
 
-    def _refuse_too_few(self, left: list[int], *, waits_for_all: bool) -> None:
-        """Raises ExchangeError if this site need not wait any longer: too many others have left."""
-        if left and (waits_for_all or self._comm.world_size - len(left) < self._least):
-            who = called([self._comm.sites[rank] for rank in left])
-            raise ExchangeError(f"{who} left before this exchange", left, kind=Failure.CLOSED)
+    def _still_coming(self, number: int, missing: list[int], *, waits_for_all: bool) -> list[int]:
+        """Returns those of the missing sites whose sessions have not ended.
+
+        Raises:
+            ExchangeError: too few are left.
+        """
+        ended = [one for one in missing if self._has_ended(one)]
+        too_few = waits_for_all or self._comm.world_size - len(ended) < self._least
+        # Once it is decided a site may leave at once: only before that it has left too early.
+        if ended and too_few and self.decided(number) is None:
+            who = called([self._comm.sites[rank] for rank in ended])
+            raise ExchangeError(f"{who} left before this exchange", ended, kind=Failure.CLOSED)
+        return [rank for rank in missing if rank not in ended]
 
     def _has_ended(self, rank: int) -> bool:
         is_gone = self._board.is_gone(rank)
